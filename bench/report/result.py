@@ -40,7 +40,7 @@ class Result:
     """A result. Values are seconds per step unless the name says otherwise. ``low`` and ``high`` are from
     ``measure.median_interval``.
 
-    None means not measured. ``clip`` is empty if loops did not clip.
+    None means not measured. ``clip`` is empty if loops did not clip, and ``transport`` if the row does not say it.
     """
 
     system: str
@@ -50,6 +50,7 @@ class Result:
     bandwidth_bps: float | None
     gradient_bytes: float | None
     link: str
+    transport: str
     config: str
     emulated: bool
     simulated: bool
@@ -109,6 +110,7 @@ def parse_result(row: object) -> Result:
         bandwidth_bps=_number(row, "bandwidth_bps"),
         gradient_bytes=_number(row, "gradient_bytes"),
         link=_text(row, "link", ""),
+        transport=_text(row, "transport", ""),
         config=_text(row, "config", ""),
         emulated=_flag(row, "emulated"),
         simulated=_flag(row, "simulated"),

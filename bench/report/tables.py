@@ -77,6 +77,7 @@ _WHERE = (
     Column("link", link, numeric=False),
     Column("rho", lambda r: _fixed(r.rho, 2)),
     Column("system", lambda r: r.system, numeric=False),
+    Column("transport", lambda r: r.transport or MISSING, numeric=False),
 )
 _STEP = Column("ms/step [low, high]", step)
 _BOUND = Column("T* ms", lambda r: milliseconds(r.bound))

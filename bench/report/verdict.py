@@ -108,17 +108,18 @@ class Pair:
 def pairs(before: Sequence[Result], after: Sequence[Result]) -> list[Pair]:
     """The results that both runs have, in the order of the first."""
     theirs = dict(_numbered(after))
-    return [
-        Pair(f"{result.model}, {result.workers} workers, {result.link or 'unknown link'}", result.system, result, theirs[key])
-        for key, result in _numbered(before)
-        if key in theirs
-    ]
+    return [Pair(_where(result), result.system, result, theirs[key]) for key, result in _numbered(before) if key in theirs]
+
+
+def _where(result: Result) -> str:
+    words = (result.model, f"{result.workers} workers", result.link or "unknown link", result.transport)
+    return ", ".join(filter(None, words))
 
 
 def _numbered(results: Iterable[Result]) -> Iterator[tuple[tuple[object, ...], Result]]:
     """Each result with what it is of. Of several of the same, the first belongs to the other run's first, and so on."""
     seen: Counter[tuple[object, ...]] = Counter()
     for result in results:
-        key = (result.model, result.mark, result.workers, result.servers, result.link, result.system)
+        key = (result.model, result.mark, result.workers, result.servers, result.link, result.transport, result.system)
         seen[key] += 1
         yield (*key, seen[key]), result

@@ -135,7 +135,7 @@ def test_every_row_stands_in_the_table_of_the_page(made):
     assert [cells[0] for cells in rows].count("uniform (EMULATED)") == 9
     assert [cells[0] for cells in rows].count("vgg16 (simulated)") == 1
     bare = next(cells for cells in rows if cells[0] == "bare")
-    assert bare[5:9] == ["fifo", "-", "160.0 [156.8, 163.2]", "-"]
+    assert bare[5:10] == ["fifo", "-", "-", "160.0 [156.8, 163.2]", "-"]
     headings = re.findall(r"<th[^>]*>(.*?)</th>", body)
     slowed = headings.index("T* slowed ms")
     assert headings[slowed - 1 : slowed + 1] == ["T* ms", "T* slowed ms"]
@@ -218,13 +218,25 @@ def test_two_runs_are_compared_row_by_row(tmp_path, capsys):
     assert bench_main.main(["report", str(before), str(after), "--compare", "--out", str(out)]) == 0
     table = re.search(r'<table class="rows pairs">(.*?)</table>', out.read_text(), re.DOTALL)[1]
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in table.split("<tr>")[2:]]
-    where = "uniform, 2 workers, 500mbit tbf"
+    where = "uniform, 2 workers, 500mbit tbf, ps"
     assert rows == [
         ["commsched", where, "130.0", "100.0", "-23.1 %", "faster"],
         ["ddp", where, "200.0", "201.0", "+0.5 %", "no clear difference"],
     ]
     assert bench_main.main(["report", str(before), "--compare", "--out", str(out)]) == 1
     assert "--compare needs two FILEs, not 1" in capsys.readouterr().err
+
+
+def test_rows_over_another_transport_are_no_pair(tmp_path):
+    before = write(tmp_path / "before.json", [row(), row(transport="gloo")])
+    after = write(
+        tmp_path / "after.json", [row(transport="gloo", step_seconds={"median": 0.1, "low": 0.098, "high": 0.102, "count": 3})]
+    )
+    out = tmp_path / "out.html"
+    assert bench_main.main(["report", str(before), str(after), "--compare", "--out", str(out)]) == 0
+    table = re.search(r'<table class="rows pairs">(.*?)</table>', out.read_text(), re.DOTALL)[1]
+    [cells] = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in table.split("<tr>")[2:]]
+    assert cells[:2] == ["commsched", "uniform, 2 workers, 500mbit tbf, gloo"]
 
 
 def test_a_page_of_measured_rows_says_nothing_of_emulation(tmp_path):
@@ -266,7 +278,7 @@ def test_a_hostile_name_is_only_text(tmp_path):
     assert "<script" not in page
     assert "&lt;script&gt;alert(" in page
     line = next(line for line in table.splitlines() if "commsched" in line)
-    assert len(re.findall(r"(?<!\\)\|", line)) == 14
+    assert len(re.findall(r"(?<!\\)\|", line)) == 15
     assert "\\<script\\>" in line
     assert "[a]\\(b)" in line
 
@@ -293,9 +305,9 @@ def test_faster_than_the_bound_is_an_alarm(tmp_path):
 def test_few_steps_have_a_range_and_one_has_neither(tmp_path):
     many = row("fifo", step_samples=[0.16] * 6)
     table = make(tmp_path, [row("ddp"), many, row(step_samples=[0.13])])[1]
-    assert "| ddp | 200.0 [196.0, 204.0] range |" in table
-    assert "| fifo | 160.0 [156.8, 163.2] |" in table
-    assert "| commsched | 130.0 |" in table
+    assert "| ddp | ps | 200.0 [196.0, 204.0] range |" in table
+    assert "| fifo | ps | 160.0 [156.8, 163.2] |" in table
+    assert "| commsched | ps | 130.0 |" in table
 
 
 def test_the_cores_of_the_cluster_that_a_row_stands_for(tmp_path):
@@ -328,17 +340,17 @@ def test_the_markdown_table(made):
     lines = made[1].splitlines()
     start = lines.index("**uniform, 2 workers, no separate servers, 500mbit tbf (EMULATED)**")
     assert lines[start + 2] == (
-        "| model | workers | servers | link | rho | system | ms/step [low, high] | T* ms | efficiency | speed-up vs DDP "
-        "| possible | CPU s/step | max difference |"
+        "| model | workers | servers | link | rho | system | transport | ms/step [low, high] | T* ms | efficiency "
+        "| speed-up vs DDP | possible | CPU s/step | max difference |"
     )
     assert lines[start + 9] == (
-        "| uniform (EMULATED) | 2 | 0 | 500mbit tbf | 1.00 | commsched | 130.0 [127.4, 132.6] range | 120.0 | 0.923 | 1.54 "
-        "| 1.67 | 0.020 | 2.0e-07 |"
+        "| uniform (EMULATED) | 2 | 0 | 500mbit tbf | 1.00 | commsched | ps | 130.0 [127.4, 132.6] range | 120.0 | 0.923 "
+        "| 1.54 | 1.67 | 0.020 | 2.0e-07 |"
     )
 
 
 def test_the_table_of_what_is_unknown_has_dashes(made):
-    assert "| bare | 2 | 0 | - | - | fifo | 160.0 [156.8, 163.2] | - | - | - | - | - | - |" in made[1]
+    assert "| bare | 2 | 0 | - | - | fifo | - | 160.0 [156.8, 163.2] | - | - | - | - | - | - |" in made[1]
 
 
 def test_systems_have_one_order_and_rhos_that_hardly_differ_are_one():
