@@ -2,7 +2,9 @@
 
 import gc
 import os
-from collections.abc import Generator
+import threading
+from collections.abc import Generator, Iterator
+from time import monotonic
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,3 +35,19 @@ def _what_is_there_stays() -> None:
     """So does what the modules before have imported, such as the compiler of PyTorch."""
     gc.collect()
     gc.freeze()
+
+
+#: Time in which the threads of a module's last test must end.
+_END_SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_thread_is_left_behind() -> Iterator[None]:
+    """A thread that a module leaves behind would be found by tests of other modules, which count threads."""
+    before = set(threading.enumerate())
+    yield
+    deadline = monotonic() + _END_SECONDS
+    ours = [each for each in threading.enumerate() if each not in before and each.name.startswith("commsched-")]
+    for each in ours:
+        each.join(max(0.0, deadline - monotonic()))
+    assert not [each.name for each in ours if each.is_alive()]

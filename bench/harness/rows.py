@@ -125,7 +125,9 @@ def _row(
 ) -> Row:
     system = by_rank[0]
     # Collectives run among the workers only, even if there are servers.
-    server_rates = network.server_rates if system["transport"] == "ps" else []
+    is_ps = system["transport"] == "ps"
+    server_rates = network.server_rates if is_ps else []
+    shards = (len(server_rates) or header.workers) if is_ps else 1
     per_byte = seconds_per_byte(network.worker_rates, server_rates)
     clips = header.clip is not None
     loads = least_loads(network.worker_rates, server_rates, clips)
@@ -137,7 +139,7 @@ def _row(
     samples = list(slowest([rank["seconds"] for rank in by_rank]))
     step_seconds = median_interval(samples)
     compute, comm = sum(map(sum, times)), per_byte * sum(layers.nbytes)
-    lane, flows = (header.lane, header.flows) if system["transport"] == "ps" else (None, 1)
+    lane, flows = (header.lane, header.flows) if is_ps else (None, 1)
     words = system["words"] + ("" if lane is None else f", {lane} lane") + (f", {flows} flows" if flows > 1 else "")
     if lane is None and system["partition_bytes"] is not None and ":" not in name:  # such a name says its transport
         words += f", over {system['transport']}"
@@ -170,7 +172,9 @@ def _row(
         "slowdown": slowdowns and max(slowdowns),
         "slowed_bound_seconds": slowed,
         "unclipped_bound_seconds": unclipped,
-        "bound_overhead_seconds": _bound_with_overhead(layers, per_byte, system, first_share(clips, bool(server_rates))),
+        "bound_overhead_seconds": _bound_with_overhead(
+            layers, per_byte, system, first_share(clips, bool(server_rates)), shards
+        ),
         "fifo_bound_seconds": wfbp(*times, [per_byte * size for size in layers.nbytes]),
         "efficiency": bound / step_seconds["median"],
         "speedup_vs_ddp": None,
@@ -216,13 +220,15 @@ def bound_of_ranks(by_rank: Sequence[LayerTimes], loads: Sequence[tuple[float, f
     return bound, by_rank[rank]
 
 
-def _bound_with_overhead(layers: LayerTimes, per_byte: float, system: Mapping[str, Any], share: float) -> float | None:
+def _bound_with_overhead(
+    layers: LayerTimes, per_byte: float, system: Mapping[str, Any], share: float, shards: int
+) -> float | None:
     """``T*`` with the system's partitions and the measured cost of messages; None if the system has no partitions, or
     the cost was not measured."""
     if system["partition_bytes"] is None or system["message_seconds"] is None:
         return None
     tensors = [(layer, size) for layer, sizes in enumerate(layers.tensors) for size in sizes]
     specs = (TensorSpec(str(index), (size // FLOAT32_BYTES,), "float32") for index, (_, size) in enumerate(tensors))
-    plan = cut(Manifest(tuple(specs)), system["partition_bytes"], system["fusion_bytes"])
+    plan = cut(Manifest(tuple(specs)), system["partition_bytes"], system["fusion_bytes"], shards)
     partitions = [(tensors[partition.tensors[0]][0], per_byte * partition.nbytes) for partition in plan.partitions]
     return partitioned_bound(layers.forward_seconds, layers.backward_seconds, partitions, system["message_seconds"], share)

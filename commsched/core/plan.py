@@ -68,12 +68,13 @@ class Plan:
 def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = None, servers: int = 1) -> Plan:
     """Cut ``manifest`` into partitions of at most ``partition_bytes`` (at least one element), and spread them over ``servers``.
 
-    A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders. Consecutive smaller tensors
-    of one dtype are packed as long as they have at most ``fusion_bytes`` together. ``None`` means a quarter of
-    ``partition_bytes``, at least 64 KB. With ``None`` tensors that follow a larger one, such as a layer's bias, are also packed
-    with that one, or its last piece, as long as they have at most 16 KB together and there is room in the partition: a message
-    of their own would cost more. They wait for the larger gradient, which backward makes at about the same time. Tensors are
-    not packed if ``manifest.shares_partitions`` is False.
+    A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders. If these are more than
+    ``servers``, their number is a multiple of it, so that servers can have equal shares of the tensor: a layer is averaged when
+    the server with the largest share is done. Consecutive smaller tensors of one dtype are packed as long as they have at most
+    ``fusion_bytes`` together. ``None`` means a quarter of ``partition_bytes``, at least 64 KB. With ``None`` tensors that
+    follow a larger one, such as a layer's bias, are also packed with that one, or its last piece, as long as they have at most
+    16 KB together and there is room in the partition: a message of their own would cost more. They wait for the larger
+    gradient, which backward makes at about the same time. Tensors are not packed if ``manifest.shares_partitions`` is False.
 
     Rows of norms (``manifest.norms``) are one partition each, and row ``k`` is on server ``k``. Other partitions are on the
     server that has the fewest bytes of those in front of them, where each counts 16 KB for its messages (list scheduling;
@@ -104,7 +105,7 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
                 last.tensors.append(index)
                 last.stop = stop
                 continue
-        pieces = _split(spec.numel, partition_bytes // size)
+        pieces = _split(spec.numel, partition_bytes // size, servers)
         ranges += (_Range(spec.dtype, start + begin * size, start + end * size, [index]) for begin, end in pieces)
     partitions = (Partition(index, each.dtype, each.start, each.stop, tuple(each.tensors)) for index, each in enumerate(ranges))
     return Plan(manifest, tuple(_spread(partitions, servers)))
@@ -143,8 +144,11 @@ def _spread(partitions: Iterable[Partition], servers: int) -> Iterator[Partition
         yield replace(partition, server=server) if server else partition
 
 
-def _split(numel: int, most: int) -> Iterator[tuple[int, int]]:
-    """Borders of the fewest pieces of at most ``most`` elements, at least one, whose sizes differ by at most one."""
+def _split(numel: int, most: int, servers: int) -> Iterator[tuple[int, int]]:
+    """Borders of the fewest pieces of at most ``most`` elements, at least one, whose sizes differ by at most one. More pieces
+    than ``servers`` are a multiple of them, unless there are fewer elements."""
     pieces = -(-numel // max(1, most))
+    if pieces > servers:
+        pieces = min(-(-pieces // servers) * servers, numel)
     for piece in range(pieces):
         yield numel * piece // pieces, numel * (piece + 1) // pieces

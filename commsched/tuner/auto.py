@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
 from .learn import TuningContext, is_end
+from .meter import standard_error
 from .model_process import RemoteModel
 from .profiler import LinkEstimate, Measured, fitted_link
 from .result import describe_config, milliseconds
@@ -22,7 +23,7 @@ log = logging.getLogger("commsched")
 
 #: How often sizes are chosen in a row. Each time, what was measured with the sizes before corrects the model: the step times;
 #: over collectives, the times for which they kept the network busy.
-ROUNDS = 3
+ROUNDS = 4
 
 #: A choice whose predicted gain is below this is not worth a change of all plans.
 MIN_PREDICTED_GAIN = 0.005
@@ -38,13 +39,18 @@ EQUAL_TIMES = 0.005
 #: 0.47 MB took 1 % longer than those of 0.24 MB (8 workers over gloo), where the simulation says 0.2 %.
 EQUAL_TIMES_OF_COLLECTIVES = 0.002
 
-#: Steps with one size do not tell what a partition costs from what a byte costs. So if nothing better is found from them,
-#: larger partitions are measured too: by the first of these factors by which a step is predicted to take longer by at most that
-#: share. Where the processors were short, 4 workers on two cores stayed with partitions that made steps 20 % longer.
+#: Steps with one size do not tell what a partition costs from what a byte costs. So if nothing better is found, partitions that
+#: are larger than the fastest are measured too, unless such were: by the first of these factors by which a step is predicted
+#: to take longer by at most that share. Where the processors were short, 4 workers on two cores stayed with partitions that
+#: made steps 20 % longer.
 TELLING_FACTORS, MAX_TELLING_LOSS = (4, 2), 0.05
 
-#: Measured step times that differ by less than this do not say which sizes are better; then the later choice stays.
-EQUAL_MEASUREMENTS = 0.01
+#: Measured step times that differ by less than this do not say which sizes are better. The larger partition is kept.
+EQUAL_MEASUREMENTS = 0.005
+
+#: Sizes are profiled again, up to so often in all, while the standard error of their step time is above this share of it, as
+#: where processors are short. With 5 steps, 4 workers on two cores took sizes with which a step is 5 to 20 % longer.
+MAX_ERROR, MOST_PROFILES = 0.01, 3
 
 #: A job with separate servers measures partitions of half the size, down to this one, as long as each makes a step faster by
 #: that share. An average needs the pushes of all workers, and workers that are not quite equally fast have pushed different
@@ -77,7 +83,6 @@ class AutoSizes:
     def __init__(self, context: TuningContext) -> None:
         self._context = context
         self.chosen: Chosen | None = None  # the latest result
-        self._on_trial: SchedulerConfig | None = None  # sizes that were applied to see what partitions cost
         self._used: list[SchedulerConfig] = []  # by this choice, one after another
         self._profiles: dict[SchedulerConfig, Measured] = {}  # of those that were measured
         self._profiled: tuple[int, Measured] | None = None  # the group of the last choice, with a profile of what was kept
@@ -125,7 +130,7 @@ class AutoSizes:
         if self.chosen is not None and not self._settle(group):  # what ended the earlier choice may have changed them just now
             return Chosen(incumbent, incumbent, "unfinished")
         found = incumbent = context.current()
-        self._on_trial, self._used, profiles = None, [incumbent], self._profiles
+        self._used, profiles = [incumbent], self._profiles
         link = None
         with ExitStack() as stack:
             model: RemoteModel | None = None
@@ -135,7 +140,7 @@ class AutoSizes:
                     return over
                 if round_ == ROUNDS:
                     break
-                current, profile = found, profiles[found]
+                profile = profiles[found]
                 if model is None:
                     model = learner.open_model(profile, incumbent, stack)
                     starts = learner.guesses(profile, incumbent.policy)
@@ -146,11 +151,12 @@ class AutoSizes:
                     model = learner.open_model(replace(profile, link=fitted_link(profile.link, seen)), incumbent, stack)
                 link = model.link
                 fastest = min(profiles, key=self._seconds)
-                found = best_sizes(model.predict, space, [fastest, *starts], context.job.ordered)
+                most_bytes = self._most_bytes(fastest)
+                found = best_sizes(model.predict, space, [fastest, *starts], context.job.ordered, most_bytes)
                 if found in profiles or not _is_better(found, fastest, model):
-                    if len(profiles) > 1 or (telling := _telling(current, space, model)) is None:
+                    if (telling := _telling(fastest, profiles, space, model)) is None:
                         break
-                    self._on_trial = found = telling
+                    found = telling
         kept = self._fastest()
         while context.job.servers and (half := _half(kept, manifest, space.fixed)) is not None and half not in profiles:
             if (over := self._measure(group, manifest, half)) is not None:
@@ -163,7 +169,7 @@ class AutoSizes:
             if not self._settle(group):
                 return Chosen(incumbent, kept, "unfinished")
         self._profiled = group, profiles[kept]
-        context.say(self._line(kept, incumbent, link))
+        context.say(self._line(kept, link))
         return Chosen(incumbent, kept, "chosen")
 
     def _measure(self, group: int, manifest: Manifest, config: SchedulerConfig) -> Chosen | None:
@@ -174,12 +180,17 @@ class AutoSizes:
             self._use(config)
             if not self._settle(group):
                 return Chosen(incumbent, config, "unfinished")
-        profile = context.learner.profile(group, manifest)
-        if profile is None:
-            return Chosen(incumbent, config, "unfinished")
-        if context.current() != config:  # it stays
-            return Chosen(incumbent, context.current(), "chosen")
-        self._profiles[config] = profile
+        samples: tuple[float, ...] = ()
+        for _ in range(MOST_PROFILES):
+            profile = context.learner.profile(group, manifest)
+            if profile is None:
+                return Chosen(incumbent, config, "unfinished")
+            if context.current() != config:  # it stays
+                return Chosen(incumbent, context.current(), "chosen")
+            samples += profile.samples
+            self._profiles[config] = measured = replace(profile, samples=samples)
+            if standard_error(list(samples), measured.step_seconds) <= MAX_ERROR * measured.step_seconds:
+                break
         return None
 
     def _seconds(self, config: SchedulerConfig) -> float:
@@ -187,11 +198,18 @@ class AutoSizes:
         return self._profiles[config].step_seconds
 
     def _fastest(self) -> SchedulerConfig:
-        """The fastest configuration, or the last one if it is as fast within :data:`EQUAL_MEASUREMENTS`, and if the model had
-        expected that."""
-        fastest, last = min(self._profiles, key=self._seconds), self._used[-1]
-        equal = self._seconds(last) <= (1 + EQUAL_MEASUREMENTS) * self._seconds(fastest)
-        return last if last != self._on_trial and equal else fastest
+        """The fastest configuration. Of those that are as fast within :data:`EQUAL_MEASUREMENTS`, the one with the largest
+        partition, and of these the last."""
+        limit = (1 + EQUAL_MEASUREMENTS) * min(map(self._seconds, self._profiles))
+        equal = [config for config in reversed(self._used) if config in self._profiles and self._seconds(config) <= limit]
+        return max(equal, key=lambda config: config.partition_bytes)
+
+    def _most_bytes(self, fastest: SchedulerConfig) -> float:
+        """The size from which on partitions are nearer to a size that turned out slower than ``fastest`` than to its own, in
+        octaves. Measurements count for more than the predictions for larger ones."""
+        size, limit = fastest.partition_bytes, (1 + EQUAL_MEASUREMENTS) * self._seconds(fastest)
+        larger = (config for config in self._profiles if config.partition_bytes > size)
+        return math.sqrt(size * min((each.partition_bytes for each in larger if self._seconds(each) > limit), default=math.inf))
 
     def _use(self, config: SchedulerConfig) -> None:
         self._used.append(config)
@@ -202,10 +220,11 @@ class AutoSizes:
         tensors are trained."""
         return self._context.meter.wait_for_steps(group, self._context.trials.settle_steps)
 
-    def _line(self, kept: SchedulerConfig, incumbent: SchedulerConfig, link: LinkEstimate | None) -> str:
+    def _line(self, kept: SchedulerConfig, link: LinkEstimate | None) -> str:
         line = f"{describe_config(kept)} chosen: steps of {milliseconds(self._seconds(kept))} ms"
-        if kept != incumbent:
-            line += f" (with {describe_config(incumbent)}: {milliseconds(self._seconds(incumbent))} ms)"
+        others = [f"{describe_config(each)}: {milliseconds(self._seconds(each))} ms" for each in self._profiles if each != kept]
+        if others:
+            line += f" (with {'; '.join(others)})"
         if link is not None:
             rate, each = 1e-6 / link.seconds_per_byte, 1e3 * link.partition_seconds
             least = "at least " if self._profiles[kept].is_assumed else ""
@@ -214,10 +233,14 @@ class AutoSizes:
 
 
 def best_sizes(
-    predict: Callable[[SchedulerConfig], float], space: Space, starts: Sequence[SchedulerConfig], ordered: bool = False
+    predict: Callable[[SchedulerConfig], float],
+    space: Space,
+    starts: Sequence[SchedulerConfig],
+    ordered: bool = False,
+    most_bytes: float = math.inf,
 ) -> SchedulerConfig:
     """The configuration of ``space`` with the least predicted step time, found by steps of an octave, then of half an octave,
-    from the best of ``starts``. Among equal times (:data:`EQUAL_TIMES`; if ``ordered``,
+    from the best of ``starts``. Partitions have at most ``most_bytes``. Among equal times (:data:`EQUAL_TIMES`; if ``ordered``,
     :data:`EQUAL_TIMES_OF_COLLECTIVES`) the largest partition is taken, and then the credit that is nearest to the starting
     point's in partitions.
 
@@ -228,7 +251,7 @@ def best_sizes(
 
     def seconds(config: SchedulerConfig) -> float:
         if config not in known:
-            predicted = predict(config)
+            predicted = predict(config) if config.partition_bytes <= most_bytes else math.inf
             known[config] = predicted if 0 < predicted < math.inf else math.inf
         return known[config]
 
@@ -259,13 +282,17 @@ def _is_better(found: SchedulerConfig, current: SchedulerConfig, model: RemoteMo
     return gains or found.partition_bytes >= FAR_LARGER * current.partition_bytes
 
 
-def _telling(current: SchedulerConfig, space: Space, model: RemoteModel) -> SchedulerConfig | None:
-    """Larger sizes than ``current`` that show what partitions cost; None if they would cost too much, or are not free."""
+def _telling(
+    fastest: SchedulerConfig, measured: Collection[SchedulerConfig], space: Space, model: RemoteModel
+) -> SchedulerConfig | None:
+    """Larger sizes than ``fastest`` that show what partitions cost; None if they would cost too much, or are not free, or if
+    partitions that are larger by as much were ``measured`` already."""
+    largest = max(config.partition_bytes for config in measured)
     for factor in TELLING_FACTORS:
-        partition, credit = factor * current.partition_bytes, factor * current.credit_bytes
-        larger = space.clip(replace(current, partition_bytes=partition, credit_bytes=credit))
-        is_larger = larger.partition_bytes == partition
-        if is_larger and model.predict(larger) <= (1 + MAX_TELLING_LOSS) * model.predict(current):
+        partition, credit = factor * fastest.partition_bytes, factor * fastest.credit_bytes
+        larger = space.clip(replace(fastest, partition_bytes=partition, credit_bytes=credit))
+        is_larger = largest < partition == larger.partition_bytes
+        if is_larger and model.predict(larger) <= (1 + MAX_TELLING_LOSS) * model.predict(fastest):
             return larger
     return None
 

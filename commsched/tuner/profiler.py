@@ -90,7 +90,7 @@ def fitted_link(guess: LinkEstimate, seen: Sequence[Busy]) -> LinkEstimate:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a profile. ``step_seconds`` is the median over ``steps`` steps with the configuration in use.
+    """The result of a profile. ``samples`` are the seconds of each step with the configuration in use.
 
     ``waited_seconds`` has the median time per step for which the engine waited for a tensor's average, by the tensor's name.
 
@@ -106,13 +106,16 @@ class Measured:
 
     profile: Profile
     link: LinkEstimate
-    step_seconds: float
-    steps: int
+    samples: tuple[float, ...]
     waited_seconds: Mapping[str, float] = field(default_factory=dict)
     transfer_seconds_per_byte: float | None = None
     sending_seconds_per_byte: float | None = None
     is_assumed: bool = False
     busy: Busy | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        return median(self.samples)
 
 
 class _Task(NamedTuple):
@@ -223,8 +226,7 @@ class Profiler(Observer):
         return Measured(
             _profile(steps, manifest),
             link,
-            median(step.seconds for step in steps),
-            len(steps),
+            tuple(step.seconds for step in steps),
             _waited(steps),
             None if ordered else min(_transfer(tasks), most_seconds_per_byte),
             None if ordered else _sending(tasks),

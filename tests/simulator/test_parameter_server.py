@@ -90,14 +90,14 @@ def test_a_norm_is_that_of_all_shards():
 @pytest.mark.parametrize("workers", [2, 4])
 def test_small_partitions_come_near_the_clipped_bound(workers):
     """Replies use what pushes leave of the link in backward, so the norm costs nearly nothing. The barrier costs 1/4."""
-    profile = model([(10, 20, 15)] * 24)
-    cluster = equal_workers(workers, RATE / 2 * bytes_factor(workers), detailed=True)
-    chosen = rules("priority", 3, 3 * workers + 3, norm=True)
-    bound = clipped_bound(*times(profile, 2.0))
+    profile = model([(10, 20, 1500)] * 24)
+    cluster = equal_workers(workers, 100 * RATE / 2 * bytes_factor(workers), detailed=True)
+    chosen = rules("priority", 300, 300 * workers + 300, norm=True)
+    bound = clipped_bound(*times(profile, 0.02))
     clipped, barrier = (
         simulate(profile, cluster, each).step_seconds[0] for each in (chosen, replace(chosen, norm=False, barrier=True))
     )
-    assert bound <= clipped < 1.04 * bound < 1.25 * bound < barrier
+    assert bound <= clipped < 1.02 * bound < 1.25 * bound < barrier
 
 
 def test_servers_of_their_own_gain_nothing_but_the_last_replies():
@@ -171,14 +171,14 @@ def test_with_shards_on_workers_a_class_is_nearly_its_members(workers, apart, po
 @pytest.mark.parametrize("workers", [2, 4])
 def test_pushes_first_come_nearer_the_bound(workers):
     """A push has its reply still to come, so what it waits for costs more than what the reply waits for."""
-    profile = model([(10, 20, 15)] * 24)
-    cluster = equal_workers(workers, RATE / 2 * bytes_factor(workers), detailed=True)
+    profile = model([(10, 20, 1500)] * 24)
+    cluster = equal_workers(workers, 100 * RATE / 2 * bytes_factor(workers), detailed=True)
     fair, first = (
-        simulate(profile, cluster, rules("priority", 3, 3 * workers + 3, pushes_first=each)).step_seconds[0]
+        simulate(profile, cluster, rules("priority", 300, 300 * workers + 300, pushes_first=each)).step_seconds[0]
         for each in (False, True)
     )
-    bound = lower_bound(*times(profile, 2.0))
-    assert bound <= first < 1.04 * bound < 1.08 * bound < fair
+    bound = lower_bound(*times(profile, 0.02))
+    assert bound <= first < 1.02 * bound < 1.07 * bound < fair
 
 
 def test_thousands_of_workers():

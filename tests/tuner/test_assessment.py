@@ -28,7 +28,7 @@ TIMES = [0.010] * 10, [0.020] * 10
 
 
 def measured(megabytes_per_second: float, **more: Any) -> Measured:
-    return Measured(PROFILE, LinkEstimate(1e-6 / megabytes_per_second, 0.0), 0.3, 5, **more)
+    return Measured(PROFILE, LinkEstimate(1e-6 / megabytes_per_second, 0.0), (0.3,) * 5, **more)
 
 
 def paced(step: float, own: float | None = 0.3, **more: Any) -> Paced:
@@ -94,7 +94,7 @@ def test_a_profile_with_a_full_wait_does_not_show_the_forward_of_each_layer() ->
     """All of the forward comes after the last wait, and so seems to belong to the last layer."""
     layers = [LayerProfile(each.name, each.shapes, 0.0, each.backward_seconds) for each in PROFILE.layers]
     layers[-1] = LayerProfile(layers[-1].name, layers[-1].shapes, PROFILE.forward_seconds, layers[-1].backward_seconds)
-    found = Measured(Profile("training", tuple(layers), "measured"), LinkEstimate(1e-6 / 25, 0.0), 0.7, 5)
+    found = Measured(Profile("training", tuple(layers), "measured"), LinkEstimate(1e-6 / 25, 0.0), (0.7,) * 5)
     wait = FullWait("train.py:53", "gradients are read before step()", 0.25, 0.7)
     assessed = assess(paced(0.7, full_wait=wait), MANIFEST, found, job(), Settings())
     assert assessed.bound_seconds == pytest.approx(lower_bound(*TIMES, [1 / 25] * 10))
@@ -112,7 +112,7 @@ def test_settings_that_stand_in_the_way_are_named() -> None:
 def test_sizes_are_not_advised_where_there_are_none_to_choose() -> None:
     small = Manifest((TensorSpec("layer 0", (MIN_TELLING_BYTES // 4 - 1,), "float32"),))
     profile = Profile("training", (LayerProfile("layer 0", ((MIN_TELLING_BYTES // 4 - 1,),), 0.1, 0.2),), "measured")
-    found = Measured(profile, LinkEstimate(1e-6 / 25, 0.0), 0.3, 5)
+    found = Measured(profile, LinkEstimate(1e-6 / 25, 0.0), (0.3,) * 5)
     for chosen in (Settings.load({}, {}), Settings.load({"credit": "64MB"}, {})):
         (_, second) = in_words(assess(paced(0.6), small, found, job(), chosen), chosen)
         assert "above the bound: that is the cost of messages; so few bytes leave no sizes to choose" in second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -150,7 +151,7 @@ class Job:
         self._left -= 1
         if self._left < 0:
             return None
-        return Measured(Profile("made up", (), "here"), Model.link, self.truth(self.current), 5)
+        return Measured(Profile("made up", (), "here"), Model.link, (self.truth(self.current),) * 5)
 
     def guesses(self, measured: Measured, policy: str) -> list[SchedulerConfig]:
         return [SchedulerConfig(1_000_000, 4_000_000)]
@@ -276,6 +277,84 @@ def test_after_a_trial_sizes_must_be_better_than_the_fastest_and_not_than_those_
     job = Job(seconds, seconds)
     assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
     assert [each.partition_bytes for each in job.used] == [16_000_000, 4_000_000]
+
+
+def test_larger_partitions_are_measured_though_the_model_has_found_better_ones_already() -> None:
+    """They are faster, which the model does not know."""
+
+    def least_at_250_kb(config: SchedulerConfig) -> float:
+        return 1 + 0.02 * abs(math.log2(config.partition_bytes / 250_000))
+
+    job = Job(lambda config: 1e6 / config.partition_bytes, least_at_250_kb)
+    job.current = SchedulerConfig(64_000, 256_000)
+    chosen = job.run()
+    assert chosen is not None
+    assert 200_000 < job.used[0].partition_bytes < 300_000
+    assert job.used[1].partition_bytes == 4 * job.used[0].partition_bytes
+    assert chosen.kept.partition_bytes >= job.used[1].partition_bytes
+
+
+def test_sizes_nearer_to_larger_ones_that_were_slower_than_to_the_fastest_are_not_tried() -> None:
+    """The model would have all sizes alike."""
+    job = Job(lambda config: 1.0 if config.partition_bytes <= 700_000 else 1.1, lambda config: 1.0)
+    job.current = SchedulerConfig(100_000, 400_000)
+    chosen = job.run()
+    assert chosen is not None
+    first, second = job.used[:2]
+    assert second.partition_bytes <= math.sqrt(100_000 * first.partition_bytes) < first.partition_bytes
+    assert chosen.kept == second == job.current
+
+
+@pytest.mark.parametrize(("slower", "kept"), [(0.004, 16_000_000), (0.006, 4_000_000)])
+def test_of_sizes_that_are_equally_fast_the_larger_are_kept(slower: float, kept: int) -> None:
+    job = Job(lambda config: 1.0 + slower * (config != BEGIN), lambda config: 1.0 + 0.01 * (config != BEGIN))
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.kept.partition_bytes == job.current.partition_bytes == kept
+
+
+def test_the_line_has_all_that_was_measured() -> None:
+    job = Job(bowl(500_000, 4), bowl(8_000_000, 4), bowl(500_000, 4))
+    job.run()
+    [line] = job.lines
+    assert re.search(
+        r"steps of 10\d\d ms \(with partition 4.0 MB, credit 16.0 MB: \d+ ms; partition \S+ MB, credit .* ms\); ", line
+    )
+
+
+@pytest.mark.parametrize(("spread", "profiles"), [(0.01, 1), (0.015, 2), (0.02, 3), (0.05, 3)])
+def test_step_times_that_vary_are_measured_again(spread: float, profiles: int) -> None:
+    """With five, ten and fifteen steps the median is known to a share of 0.83, 0.59 and 0.48 of their spread."""
+
+    class VaryingJob(Job):
+        taken = 0
+
+        def profile(self, group: int, manifest: Manifest) -> Measured | None:
+            self.taken += 1
+            found = super().profile(group, manifest)
+            assert found is not None
+            middle = found.step_seconds
+            return replace(found, samples=tuple(middle * (1 + spread * part) for part in (-2, -1, 0, 1, 2)))
+
+    job = VaryingJob(lambda config: 1.0 + (config != BEGIN), lambda config: 1.0 if config == BEGIN else 2.0)
+    assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
+    assert job.used == []
+    assert job.taken == profiles
+    profile = job.sizes.profiled(0)
+    assert profile is not None
+    assert len(profile.samples) == 5 * profiles
+
+
+def test_training_that_ends_while_step_times_are_measured_again_is_over() -> None:
+    class EndsJob(Job):
+        def profile(self, group: int, manifest: Manifest) -> Measured | None:
+            found = super().profile(group, manifest)
+            return found and replace(found, samples=(0.8, 0.9, 1.0, 1.1, 1.2))
+
+    for after in (0, 1, 2):
+        chosen = EndsJob(all_alike, all_alike, ends_after=after).run()
+        assert chosen is not None
+        assert chosen.reason == "unfinished"
 
 
 class LaterJob(Job):
