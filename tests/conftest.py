@@ -37,17 +37,17 @@ def _what_is_there_stays() -> None:
     gc.freeze()
 
 
-#: Time in which the threads of a module's last test must end.
+#: Time in which the cores of a module's tests must end.
 _END_SECONDS = 20.0
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_thread_is_left_behind() -> Iterator[None]:
-    """A thread that a module leaves behind would be found by tests of other modules, which count threads."""
+def _no_core_is_left_open() -> Iterator[None]:
+    """Tests of other modules would find its thread: some count threads."""
     before = set(threading.enumerate())
     yield
     deadline = monotonic() + _END_SECONDS
-    ours = [each for each in threading.enumerate() if each not in before and each.name.startswith("commsched-")]
+    ours = [each for each in threading.enumerate() if each not in before and each.name == "commsched-dispatch"]
     for each in ours:
         each.join(max(0.0, deadline - monotonic()))
     assert not [each.name for each in ours if each.is_alive()]

@@ -18,9 +18,9 @@ from ..harness.network import measure_network, own_address
 from .emulated import difference, plain_averaging
 from .turn import Turn, systems_of
 
-#: Steps in which partition and credit choose themselves: the tuner's warm-up, and each profile and change. Later changes, of
-#: which there are few, count.
-CHOOSING_STEPS = WARM_UP_STEPS + ROUNDS * (PROFILE_TAKES + SETTLE_STEPS)
+#: Steps in which partition and credit choose themselves: the tuner's warm-up, and changes with two profiles each. Later
+#: changes, of which there are few, count.
+CHOOSING_STEPS = WARM_UP_STEPS + ROUNDS * (2 * PROFILE_TAKES + SETTLE_STEPS)
 
 
 @dataclass(frozen=True)

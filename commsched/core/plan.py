@@ -69,8 +69,8 @@ def cut(manifest: Manifest, partition_bytes: int, fusion_bytes: int | None = Non
     """Cut ``manifest`` into partitions of at most ``partition_bytes`` (at least one element), and spread them over ``servers``.
 
     A tensor larger than ``partition_bytes`` is split into near-equal pieces on element borders. If these are more than
-    ``servers``, their number is a multiple of it, so that servers can have equal shares of the tensor: a layer is averaged when
-    the server with the largest share is done. Consecutive smaller tensors of one dtype are packed as long as they have at most
+    ``servers``, their number becomes a multiple of it, unless they would be more than a third more: a layer is averaged when
+    the server with the most of it is done. Consecutive smaller tensors of one dtype are packed as long as they have at most
     ``fusion_bytes`` together. ``None`` means a quarter of ``partition_bytes``, at least 64 KB. With ``None`` tensors that
     follow a larger one, such as a layer's bias, are also packed with that one, or its last piece, as long as they have at most
     16 KB together and there is room in the partition: a message of their own would cost more. They wait for the larger
@@ -145,10 +145,11 @@ def _spread(partitions: Iterable[Partition], servers: int) -> Iterator[Partition
 
 
 def _split(numel: int, most: int, servers: int) -> Iterator[tuple[int, int]]:
-    """Borders of the fewest pieces of at most ``most`` elements, at least one, whose sizes differ by at most one. More pieces
-    than ``servers`` are a multiple of them, unless there are fewer elements."""
+    """Borders of pieces of at most ``most`` elements, at least one, whose sizes differ by at most one: the fewest, or a
+    multiple of ``servers`` that is at most a third more."""
     pieces = -(-numel // max(1, most))
-    if pieces > servers:
-        pieces = min(-(-pieces // servers) * servers, numel)
+    multiple = -(-pieces // servers) * servers
+    if servers < pieces and 3 * multiple <= 4 * pieces:
+        pieces = min(multiple, numel)
     for piece in range(pieces):
         yield numel * piece // pieces, numel * (piece + 1) // pieces

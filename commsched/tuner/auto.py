@@ -1,6 +1,6 @@
 """Partition and credit that choose themselves: from what is known before the first step, then from a few profiled steps and the
-simulator. A few steps are spent on sizes that are not expected to be better: on larger partitions once, and with separate
-servers on smaller ones."""
+simulator. A few steps are spent on sizes that are not expected to be better: on larger partitions, and with separate servers on
+smaller ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
-from .learn import TuningContext, is_end
+from .learn import PROFILE_STEPS, NothingMeasured, TuningContext, is_end
 from .meter import standard_error
 from .model_process import RemoteModel
 from .profiler import LinkEstimate, Measured, fitted_link
@@ -45,10 +45,11 @@ EQUAL_TIMES_OF_COLLECTIVES = 0.002
 #: made steps 20 % longer.
 TELLING_FACTORS, MAX_TELLING_LOSS = (4, 2), 0.05
 
-#: Measured step times that differ by less than this do not say which sizes are better. The larger partition is kept.
-EQUAL_MEASUREMENTS = 0.005
+#: Of sizes whose measured step times differ by less than this, the largest partition is kept. Sizes that are slower by more
+#: than this are clearly slower if it is also more than so many standard errors of the difference.
+EQUAL_MEASUREMENTS, CLEAR_ERRORS = 0.005, 2
 
-#: Sizes are profiled again, up to so often in all, while the standard error of their step time is above this share of it, as
+#: Sizes are profiled again, so often at most in all, while the standard error of their step time is above this share of it, as
 #: where processors are short. With 5 steps, 4 workers on two cores took sizes with which a step is 5 to 20 % longer.
 MAX_ERROR, MOST_PROFILES = 0.01, 3
 
@@ -118,7 +119,7 @@ class AutoSizes:
         if current not in self._used:  # somebody else has changed the configuration; it stays
             kept = current
         else:
-            kept = min(self._profiles, key=self._seconds, default=incumbent)
+            kept = self._fastest() if self._profiles else incumbent
             if kept != self._used[-1]:
                 self._context.trials.apply(kept)
         now = "partition and credit stay as they are" if kept == incumbent else f"{describe_config(kept)} from now on"
@@ -154,12 +155,12 @@ class AutoSizes:
                 most_bytes = self._most_bytes(fastest)
                 found = best_sizes(model.predict, space, [fastest, *starts], context.job.ordered, most_bytes)
                 if found in profiles or not _is_better(found, fastest, model):
-                    if (telling := _telling(fastest, profiles, space, model)) is None:
+                    if (telling := _telling(fastest, profiles, space, model, most_bytes)) is None:
                         break
                     found = telling
-        kept = self._fastest()
-        while context.job.servers and (half := _half(kept, manifest, space.fixed)) is not None and half not in profiles:
-            if (over := self._measure(group, manifest, half)) is not None:
+        kept = min(profiles, key=self._seconds) if context.job.servers else self._fastest()
+        while context.job.servers and (half := _half(kept, manifest, space.fixed)) is not None:
+            if half not in profiles and (over := self._measure(group, manifest, half)) is not None:
                 return over
             if self._seconds(half) > (1 - LEAST_HALF_GAIN) * self._seconds(kept):
                 break
@@ -182,20 +183,35 @@ class AutoSizes:
                 return Chosen(incumbent, config, "unfinished")
         samples: tuple[float, ...] = ()
         for _ in range(MOST_PROFILES):
-            profile = context.learner.profile(group, manifest)
+            try:
+                profile = context.learner.profile(group, manifest)
+            except NothingMeasured:
+                if samples:  # they are enough
+                    break
+                raise
             if profile is None:
                 return Chosen(incumbent, config, "unfinished")
             if context.current() != config:  # it stays
                 return Chosen(incumbent, context.current(), "chosen")
             samples += profile.samples
-            self._profiles[config] = measured = replace(profile, samples=samples)
-            if standard_error(list(samples), measured.step_seconds) <= MAX_ERROR * measured.step_seconds:
+            self._profiles[config] = replace(profile, samples=samples)
+            if len(samples) >= PROFILE_STEPS and self._error(config) <= MAX_ERROR * self._seconds(config):
                 break
         return None
 
     def _seconds(self, config: SchedulerConfig) -> float:
         """The measured step time."""
         return self._profiles[config].step_seconds
+
+    def _error(self, config: SchedulerConfig) -> float:
+        """The standard error of :meth:`_seconds`."""
+        return standard_error(list(self._profiles[config].samples), self._seconds(config))
+
+    def _is_slower(self, config: SchedulerConfig, fastest: SchedulerConfig) -> bool:
+        """Whether ``config`` is clearly slower than ``fastest``."""
+        error = math.hypot(self._error(config), self._error(fastest))
+        least = max(EQUAL_MEASUREMENTS * self._seconds(fastest), CLEAR_ERRORS * error)
+        return self._seconds(config) > self._seconds(fastest) + least
 
     def _fastest(self) -> SchedulerConfig:
         """The fastest configuration. Of those that are as fast within :data:`EQUAL_MEASUREMENTS`, the one with the largest
@@ -205,11 +221,12 @@ class AutoSizes:
         return max(equal, key=lambda config: config.partition_bytes)
 
     def _most_bytes(self, fastest: SchedulerConfig) -> float:
-        """The size from which on partitions are nearer to a size that turned out slower than ``fastest`` than to its own, in
-        octaves. Measurements count for more than the predictions for larger ones."""
-        size, limit = fastest.partition_bytes, (1 + EQUAL_MEASUREMENTS) * self._seconds(fastest)
+        """The largest partition that is worth trying: the geometric middle between ``fastest`` and the smallest larger one that
+        was slower, whatever the model predicts beyond it; infinite if none was."""
+        size = fastest.partition_bytes
         larger = (config for config in self._profiles if config.partition_bytes > size)
-        return math.sqrt(size * min((each.partition_bytes for each in larger if self._seconds(each) > limit), default=math.inf))
+        slower = (config.partition_bytes for config in larger if self._is_slower(config, fastest))
+        return math.sqrt(size * min(slower, default=math.inf))
 
     def _use(self, config: SchedulerConfig) -> None:
         self._used.append(config)
@@ -227,8 +244,8 @@ class AutoSizes:
             line += f" (with {'; '.join(others)})"
         if link is not None:
             rate, each = 1e-6 / link.seconds_per_byte, 1e3 * link.partition_seconds
-            least = "at least " if self._profiles[kept].is_assumed else ""
-            line += f"; the network averages {least}{rate:.3g} MB/s of gradients, and a partition costs {each:.2g} ms besides"
+            least = "at least " if any(profile.is_assumed for profile in self._profiles.values()) else ""
+            line += f"; simulated with a network of {least}{rate:.3g} MB/s of gradients, and {each:.2g} ms for a partition"
         return line
 
 
@@ -283,15 +300,15 @@ def _is_better(found: SchedulerConfig, current: SchedulerConfig, model: RemoteMo
 
 
 def _telling(
-    fastest: SchedulerConfig, measured: Collection[SchedulerConfig], space: Space, model: RemoteModel
+    fastest: SchedulerConfig, measured: Collection[SchedulerConfig], space: Space, model: RemoteModel, most_bytes: float
 ) -> SchedulerConfig | None:
-    """Larger sizes than ``fastest`` that show what partitions cost; None if they would cost too much, or are not free, or if
-    partitions that are larger by as much were ``measured`` already."""
+    """Larger sizes than ``fastest``, of at most ``most_bytes``, that show what partitions cost. None if they would cost too much,
+    or are not free, or if partitions as large were ``measured`` already."""
     largest = max(config.partition_bytes for config in measured)
     for factor in TELLING_FACTORS:
         partition, credit = factor * fastest.partition_bytes, factor * fastest.credit_bytes
         larger = space.clip(replace(fastest, partition_bytes=partition, credit_bytes=credit))
-        is_larger = largest < partition == larger.partition_bytes
+        is_larger = largest < partition == larger.partition_bytes <= most_bytes
         if is_larger and model.predict(larger) <= (1 + MAX_TELLING_LOSS) * model.predict(fastest):
             return larger
     return None

@@ -90,23 +90,24 @@ def test_large_tensors_are_split_into_the_fewest_near_equal_pieces(manifest: Man
 
 
 @given(manifests(), sizes, st.integers(2, 9))
-def test_pieces_of_a_tensor_are_a_multiple_of_the_servers_if_they_are_more(
+def test_pieces_of_a_tensor_are_a_multiple_of_the_servers_if_that_is_hardly_more(
     manifest: Manifest, partition_bytes: int, servers: int
 ) -> None:
     plan, fewest = cut(manifest, partition_bytes, servers=servers), cut(manifest, partition_bytes)
     for spec, owners, least in zip(manifest.tensors, plan.by_tensor, fewest.by_tensor):
-        if len(least) <= servers:
+        multiple = -(-len(least) // servers) * servers
+        if len(least) <= servers or multiple > 4 / 3 * len(least):
             assert len(owners) == len(least)
         else:
-            assert len(owners) == min(-(-len(least) // servers) * servers, spec.numel)
+            assert len(owners) == min(multiple, spec.numel)
     for each in plan.partitions:
         assert each.nbytes <= max(partition_bytes, ITEMSIZE[each.dtype])
 
 
 @given(st.integers(1, 500), st.integers(1, 99), st.integers(2, 9))
-def test_servers_have_equal_shares_of_a_tensor_in_more_pieces_than_there_are(share: int, partition: int, servers: int) -> None:
+def test_servers_have_equal_shares_of_a_tensor_in_a_multiple_of_pieces(share: int, partition: int, servers: int) -> None:
     plan = cut(tensors((servers * share, "uint8")), partition, servers=servers)
-    assume(len(plan.partitions) > servers)
+    assume(len(plan.partitions) > servers and len(plan.partitions) % servers == 0)
     loads = dict.fromkeys(range(servers), 0)
     for each in plan.partitions:
         loads[each.server] += each.nbytes

@@ -31,7 +31,10 @@ def test_sizes_choose_themselves_and_the_weights_are_those_of_set_sizes(transpor
     assert code == 0, err
     first, chosen = lines_of_sizes(err)
     assert re.search(r", partition [\d.]+ KB at first, credit [\d.]+ [KM]B at first, priority", first)
-    assert re.match(r"commsched: partition [\d.]+ [KM]B, credit [\d.]+ [KM]B chosen: steps of [\d.]+ ms.*; the network", chosen)
+    assert re.match(
+        r"commsched: partition [\d.]+ [KM]B, credit [\d.]+ [KM]B chosen: steps of [\d.]+ ms.*; simulated with a network of ",
+        chosen,
+    )
     [steps] = set(re.findall(r"steps (\d+)", out))
     code, fixed, err = run_job(*job, "--partition", "100KB", "--credit", "300KB", "--", *TRAINING, steps, "--width", "400")
     assert code == 0, err

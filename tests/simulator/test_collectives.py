@@ -121,6 +121,15 @@ def test_a_layer_without_parameters_does_not_wait_for_the_norm():
     assert step(model([(20, 0, 0), (1, 1, 4)]), split("priority", 4, norm=True), 1.0) == 1 + 20 + 1
 
 
+@pytest.mark.parametrize(
+    ("exchange", "pieces"), [(Exchange.ALL_REDUCE, 3), (Exchange.SPLIT, 3), (Exchange.PARAMETER_SERVER, 4)]
+)
+def test_collectives_have_no_servers_for_which_tensors_are_cut(exchange, pieces):
+    chosen = replace(rules("priority", 500), exchange=exchange)
+    outcome = simulate(model([(1, 2, 1500)]), equal_workers(2, RATE), chosen)
+    assert len(outcome.grouping.plan.partitions) == pieces
+
+
 @pytest.mark.parametrize("exchange", [Exchange.ALL_REDUCE, Exchange.REDUCE_SCATTER_ALL_GATHER])
 def test_a_norm_needs_an_exchange_in_two_halves(exchange):
     with pytest.raises(ValueError, match="no norm before the averages with: "):

@@ -92,7 +92,7 @@ def test_small_partitions_come_near_the_clipped_bound(workers):
     """Replies use what pushes leave of the link in backward, so the norm costs nearly nothing. The barrier costs 1/4."""
     profile = model([(10, 20, 1500)] * 24)
     cluster = equal_workers(workers, 100 * RATE / 2 * bytes_factor(workers), detailed=True)
-    chosen = rules("priority", 300, 300 * workers + 300, norm=True)
+    chosen = rules("priority", 250, 250 * workers + 250, norm=True)
     bound = clipped_bound(*times(profile, 0.02))
     clipped, barrier = (
         simulate(profile, cluster, each).step_seconds[0] for each in (chosen, replace(chosen, norm=False, barrier=True))
@@ -174,7 +174,7 @@ def test_pushes_first_come_nearer_the_bound(workers):
     profile = model([(10, 20, 1500)] * 24)
     cluster = equal_workers(workers, 100 * RATE / 2 * bytes_factor(workers), detailed=True)
     fair, first = (
-        simulate(profile, cluster, rules("priority", 300, 300 * workers + 300, pushes_first=each)).step_seconds[0]
+        simulate(profile, cluster, rules("priority", 250, 250 * workers + 250, pushes_first=each)).step_seconds[0]
         for each in (False, True)
     )
     bound = lower_bound(*times(profile, 0.02))

@@ -300,9 +300,69 @@ def test_sizes_nearer_to_larger_ones_that_were_slower_than_to_the_fastest_are_no
     job.current = SchedulerConfig(100_000, 400_000)
     chosen = job.run()
     assert chosen is not None
-    first, second = job.used[:2]
-    assert second.partition_bytes <= math.sqrt(100_000 * first.partition_bytes) < first.partition_bytes
-    assert chosen.kept == second == job.current
+    assert [each.partition_bytes for each in job.used[:2]] == [1_000_000, 200_000]
+    assert all(each.partition_bytes <= math.sqrt(200_000 * 1_000_000) for each in job.used[1:])
+    assert chosen.kept == job.current == job.used[-1]
+    assert chosen.kept.partition_bytes >= 200_000
+
+
+def test_the_limit_of_the_search_is_kept_whatever_is_predicted_beyond_it() -> None:
+    def larger_is_faster(config: SchedulerConfig) -> float:
+        return 1e6 / config.partition_bytes
+
+    starts = [SchedulerConfig(250_000, 1_000_000), SchedulerConfig(4_000_000, 4_000_000)]
+    assert best_sizes(larger_is_faster, Space(BEGIN, MODEL.nbytes), starts, most_bytes=600_000).partition_bytes == 500_000
+
+
+@pytest.mark.parametrize(("slower", "varies", "tries"), [(1.2, 0.0, 0), (1.003, 0.0, 1), (1.02, 0.02, 1), (1.2, 0.02, 0)])
+def test_sizes_larger_than_clearly_slower_ones_are_not_measured(slower: float, varies: float, tries: int) -> None:
+    """The job begins with twice the size that the model finds at once."""
+
+    class VaryingJob(Job):
+        def profile(self, group: int, manifest: Manifest) -> Measured | None:
+            found = super().profile(group, manifest)
+            return found and replace(
+                found, samples=tuple(found.step_seconds * (1 + varies * part) for part in (-2, -1, 0, 1, 2))
+            )
+
+    def half_is_best(config: SchedulerConfig) -> float:
+        return 1.0 if config.partition_bytes == 2_000_000 else 1.01 if config.partition_bytes > 2_000_000 else 1.5
+
+    job = VaryingJob(lambda config: 1.0 if config.partition_bytes == 2_000_000 else slower, half_is_best)
+    job.run()
+    assert job.used[0].partition_bytes == 2_000_000
+    assert len([each for each in job.used if each.partition_bytes == 8_000_000]) == tries
+
+
+def test_what_was_measured_suffices_if_nothing_more_can_be() -> None:
+    class OnceJob(Job):
+        taken = 0
+
+        def profile(self, group: int, manifest: Manifest) -> Measured | None:
+            self.taken += 1
+            if self.taken > 1:
+                raise NothingMeasured("5 steps were observed, none of them complete")
+            found = super().profile(group, manifest)
+            return found and replace(found, samples=(0.8, 0.9, 1.0, 1.1, 1.2))
+
+    job = OnceJob(lambda config: 1.0, lambda config: 1.0 if config == BEGIN else 2.0)
+    assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
+    assert job.taken == 2
+    assert job.lines
+
+
+def test_a_single_complete_step_says_nothing_about_how_much_steps_vary() -> None:
+    class ShortJob(Job):
+        taken = 0
+
+        def profile(self, group: int, manifest: Manifest) -> Measured | None:
+            self.taken += 1
+            found = super().profile(group, manifest)
+            return found and replace(found, samples=found.samples[:1])
+
+    job = ShortJob(lambda config: 1.0, lambda config: 1.0 if config == BEGIN else 2.0)
+    job.run()
+    assert job.taken == 3
 
 
 @pytest.mark.parametrize(("slower", "kept"), [(0.004, 16_000_000), (0.006, 4_000_000)])
@@ -380,7 +440,7 @@ def test_sizes_on_trial_are_given_up_if_their_steps_cannot_be_judged(caplog: pyt
         def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> Model:
             return Fails(self, 1)
 
-    job = FailingJob(lambda config: 1.0, lambda config: 1.0 + 0.01 * (config != BEGIN))
+    job = FailingJob(*[lambda config: 1.0 + 0.01 * (config != BEGIN)] * 2)
     assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
     assert [each.partition_bytes for each in job.used] == [16_000_000, 4_000_000]
     assert "partition and credit stay as they are: RuntimeError: the model's process has ended" in caplog.text
@@ -440,6 +500,20 @@ def test_with_separate_servers_smaller_partitions_are_measured_as_long_as_they_a
     assert chosen == Chosen(BEGIN, SchedulerConfig(500_000, 2_000_000), "chosen")
     assert job.sizes.profiled(0) is not None
     assert job.lines[0].startswith("partition 500 KB, credit 2.0 MB chosen: steps of 1125 ms (with partition 4.0 MB")
+
+
+def test_halves_begin_with_the_fastest_sizes_and_go_on_past_those_that_were_measured() -> None:
+    """Larger ones that are as fast within noise would have a half that is not much faster."""
+
+    def truth(config: SchedulerConfig) -> float:
+        return {16_000_000: 1.003, 4_000_000: 1.0, 2_000_000: 0.9, 1_000_000: 0.95}[config.partition_bytes]
+
+    job = Job(
+        truth, lambda config: 1.0 if config == BEGIN else 1.04 if config.partition_bytes == 16_000_000 else 2.0, servers=2
+    )
+    chosen = job.run()
+    assert [config.partition_bytes for config in job.used] == [16_000_000, 2_000_000, 1_000_000, 2_000_000]
+    assert chosen == Chosen(BEGIN, SchedulerConfig(2_000_000, 8_000_000), "chosen")
 
 
 @pytest.mark.parametrize(("gain", "used"), [(0.009, [2_000_000, 4_000_000]), (0.011, [2_000_000, 1_000_000, 2_000_000])])

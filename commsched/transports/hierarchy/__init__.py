@@ -88,7 +88,7 @@ def _lead(context: TransportContext, layout: HostTopology, open_network: OpenNet
                 log.warning("%s has no effect: with hierarchy=on the ranks of a single host use no network", setting)
         ordered, channels = (network.ordered, network.channels) if network is not None else (False, 1)
         rows = 0 if network is None or ordered else network.norm_rows(Manifest(()))
-        context.gather(["open", ordered, channels, rows])
+        context.gather(["open", ordered, channels, rows, 1 if network is None else network.servers])
         transport = LeaderTransport(context, layout, links, network)
         undo.pop_all()
     meeting.close()
@@ -104,8 +104,8 @@ def _follow(context: TransportContext, layout: HostTopology) -> MemberTransport:
         said: list[Any] = ["opening"]
         while said[0] != "open":
             said = context.gather(["waiting"])[host[0]]
-        _, ordered, channels, rows = said
-        return MemberTransport(context, link, host[0], layout.leader_of if ordered else (), channels, rows)
+        _, ordered, channels, rows, servers = said
+        return MemberTransport(context, link, host[0], layout.leader_of if ordered else (), channels, rows, servers)
     except BaseException:
         link.close()
         raise

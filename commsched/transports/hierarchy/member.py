@@ -49,7 +49,7 @@ class MemberTransport(Transport):
         context: the arguments of a rank of the job. A leader that is lost or breaks the protocol is reported to ``on_failure``.
         link: the socket to the leader; closed with the transport.
         leader: the leader's rank.
-        leaders, channels, norm_rows: the values of the leader's transport.
+        leaders, channels, norm_rows, servers: the values of the leader's transport.
     """
 
     one_per_host = True
@@ -62,12 +62,14 @@ class MemberTransport(Transport):
         leaders: tuple[int, ...],
         channels: int,
         norm_rows: int,
+        servers: int,
     ) -> None:
         self.rank = context.world.rank
         self.world_size = context.world.world_size
         self.ordered = bool(leaders)
         self.leaders = leaders
         self.channels = channels
+        self.servers = servers
         self._norm_rows = norm_rows
         self._link = link
         self._leader = f"rank {leader}, which leads this host,"

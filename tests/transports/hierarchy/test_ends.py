@@ -72,7 +72,7 @@ def make_task(step: int = 0) -> CommTask:
 def member(told: Told):
     """A member, rank 5, and the link of its leader, rank 4."""
     link, leaders = linked()
-    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0)
+    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0, servers=1)
     transport.add_group(0, MANIFEST)
     yield transport, leaders
     transport.close(graceful=False)
@@ -153,7 +153,7 @@ class Pins(SimulatedDevice):
 
 def test_little_memory_is_not_pinned(told: Told, caplog: pytest.LogCaptureFixture) -> None:
     link, leader = linked()
-    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0)
+    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0, servers=1)
     assert transport.mirror(0, Manifest((TensorSpec("weight", (2**20 - 8192,), "uint8"),)), Pins(0)) is None
     assert not caplog.records
     assert transport.mirror(1, Manifest((TensorSpec("weight", (2**20,), "uint8"),)), Pins(1)) is not None
@@ -170,7 +170,7 @@ def test_a_device_copies_from_and_to_what_ranks_share_if_it_is_pinned(
     copyto = np.copyto
     monkeypatch.setattr(member_module.np, "copyto", lambda to, from_: [copied.append(to.size), copyto(to, from_)])
     device, (link, leader) = Pins(pins), linked()
-    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0)
+    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0, servers=1)
     mirror = transport.mirror(0, MANIFEST, device)
     assert (mirror is None) == (pins == 0)
     own = (mirror or {"float32": device.allocate_host(16)})["float32"]
@@ -210,7 +210,7 @@ def test_a_device_copies_from_and_to_what_ranks_share_if_it_is_pinned(
 def test_memory_for_a_group_that_is_not_added_ends_with_the_transport(told: Told) -> None:
     link, leader = linked()
     before = len(os.listdir("/proc/self/fd"))
-    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0)
+    transport = MemberTransport(told.context(5, 8), link, 4, leaders=(), channels=1, norm_rows=0, servers=1)
     transport.mirror(0, MANIFEST, SimulatedDevice())
     assert len(os.listdir("/proc/self/fd")) == before + 2  # one is that of the mapping
     transport.close(graceful=False)
