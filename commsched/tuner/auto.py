@@ -302,8 +302,8 @@ def _is_better(found: SchedulerConfig, current: SchedulerConfig, model: RemoteMo
 def _telling(
     fastest: SchedulerConfig, measured: Collection[SchedulerConfig], space: Space, model: RemoteModel, most_bytes: float
 ) -> SchedulerConfig | None:
-    """Larger sizes than ``fastest``, of at most ``most_bytes``, that show what partitions cost. None if they would cost too much,
-    or are not free, or if partitions as large were ``measured`` already."""
+    """Larger sizes than ``fastest``, of at most ``most_bytes``, that show what partitions cost. None if they would cost too
+    much, or are not free, or if partitions as large were ``measured`` already."""
     largest = max(config.partition_bytes for config in measured)
     for factor in TELLING_FACTORS:
         partition, credit = factor * fastest.partition_bytes, factor * fastest.credit_bytes

@@ -15,7 +15,6 @@ from commsched.testing.world import run_world
 from commsched.transports.backend import TransportContext
 from commsched.transports.backends.ps import open_transport as open_ps
 from commsched.transports.hierarchy import open_hierarchy, topology
-from commsched.transports.hierarchy.leader import LeaderTransport
 
 from ..worlds import close_together
 from .worlds import HostOf, LocalNetwork, OrderedNetwork, contexts, hierarchy, open_all
