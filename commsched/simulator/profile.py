@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.manifest import Manifest, TensorSpec
 from ..core.plan import Partition, Plan, cut
-from .scenario import Rules
+from .scenario import Exchange, Rules
 
 #: Every parameter of a profile is float32.
 ITEMSIZE = 4
@@ -136,8 +136,10 @@ class Grouping:
 
     @classmethod
     def of(cls, profile: Profile, rules: Rules, shards: int = 1) -> Grouping:
-        """Group the tensors of ``profile`` under ``rules``, and spread partitions over ``shards``."""
+        """Group the tensors of ``profile`` under ``rules``, and spread the partitions of a parameter server over ``shards``."""
         manifest = profile.manifest
+        if rules.exchange is not Exchange.PARAMETER_SERVER:
+            shards = 1
         if rules.bucket_bytes is None:
             return cls(profile, cut(manifest, rules.config.partition_bytes, rules.config.fusion_bytes, shards))
         return cls(profile, fill_buckets(manifest, rules.bucket_bytes, rules.first_bucket_bytes))

@@ -179,7 +179,7 @@ def simulate(
     if steps < 1:
         raise ValueError(f"a simulation has at least 1 step, not {steps}")
     clock = VirtualClock()
-    grouping = Grouping.of(profile, rules, cluster.shards if rules.exchange is Exchange.PARAMETER_SERVER else 1)
+    grouping = Grouping.of(profile, rules, cluster.shards)
     workers = [
         Worker(clock, index, profile.scaled(seconds=each.compute_factor), grouping, rules, steps)
         for index, each in enumerate(cluster.workers)

@@ -40,13 +40,13 @@ EQUAL_TIMES = 0.005
 EQUAL_TIMES_OF_COLLECTIVES = 0.002
 
 #: Steps with one size do not tell what a partition costs from what a byte costs. So if nothing better is found, partitions that
-#: are larger than the fastest are measured too, unless such were: by the first of these factors by which a step is predicted
-#: to take longer by at most that share. Where the processors were short, 4 workers on two cores stayed with partitions that
-#: made steps 20 % longer.
+#: are larger than the fastest are measured too, unless partitions as large were measured already: by the first of these factors
+#: by which a step is predicted to take longer by at most that share. Where the processors were short, 4 workers on two cores
+#: stayed with partitions that made steps 20 % longer.
 TELLING_FACTORS, MAX_TELLING_LOSS = (4, 2), 0.05
 
-#: Of sizes whose measured step times differ by less than this, the largest partition is kept. Sizes that are slower by more
-#: than this are clearly slower if it is also more than so many standard errors of the difference.
+#: Measured step times that differ by less than this count as equal, and the largest partition is kept. Sizes are clearly slower
+#: if they are slower by more than this, and by more than so many standard errors of the difference.
 EQUAL_MEASUREMENTS, CLEAR_ERRORS = 0.005, 2
 
 #: Sizes are profiled again, so often at most in all, while the standard error of their step time is above this share of it, as
@@ -119,7 +119,7 @@ class AutoSizes:
         if current not in self._used:  # somebody else has changed the configuration; it stays
             kept = current
         else:
-            kept = self._fastest() if self._profiles else incumbent
+            kept = self._best() if self._profiles else incumbent
             if kept != self._used[-1]:
                 self._context.trials.apply(kept)
         now = "partition and credit stay as they are" if kept == incumbent else f"{describe_config(kept)} from now on"
@@ -158,7 +158,7 @@ class AutoSizes:
                     if (telling := _telling(fastest, profiles, space, model, most_bytes)) is None:
                         break
                     found = telling
-        kept = min(profiles, key=self._seconds) if context.job.servers else self._fastest()
+        kept = min(profiles, key=self._seconds) if context.job.servers else self._best()
         while context.job.servers and (half := _half(kept, manifest, space.fixed)) is not None:
             if half not in profiles and (over := self._measure(group, manifest, half)) is not None:
                 return over
@@ -186,7 +186,7 @@ class AutoSizes:
             try:
                 profile = context.learner.profile(group, manifest)
             except NothingMeasured:
-                if samples:  # they are enough
+                if samples:  # the steps before are enough
                     break
                 raise
             if profile is None:
@@ -213,7 +213,7 @@ class AutoSizes:
         least = max(EQUAL_MEASUREMENTS * self._seconds(fastest), CLEAR_ERRORS * error)
         return self._seconds(config) > self._seconds(fastest) + least
 
-    def _fastest(self) -> SchedulerConfig:
+    def _best(self) -> SchedulerConfig:
         """The fastest configuration. Of those that are as fast within :data:`EQUAL_MEASUREMENTS`, the one with the largest
         partition, and of these the last."""
         limit = (1 + EQUAL_MEASUREMENTS) * min(map(self._seconds, self._profiles))

@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.plan import cut, merged_bytes
+from ..core.plan import merged_bytes
 from ..core.scheduler import SchedulerConfig
 from ..simulator import Cluster, Exchange, FairShareCache, Rules, equal_workers, simulate
-from ..simulator.profile import ITEMSIZE, LayerProfile, Profile
+from ..simulator.profile import ITEMSIZE, Grouping, LayerProfile, Profile
 from ..simulator.scenario import bytes_factor
 from .profiler import LinkEstimate
 from .space import MAX_TUNED_PARTITION_BYTES, MIN_TUNED_PARTITION_BYTES, max_ratio
@@ -191,11 +191,11 @@ class Model:
         credit_bytes = max(config.credit_bytes, _MIN_IN_FLIGHT * config.partition_bytes)
         exchange = Exchange.ALL_REDUCE if self._ordered else Exchange.PARAMETER_SERVER
         rules = Rules(replace(config, credit_bytes=credit_bytes), exchange)
-        count = self._partitions(self._profile, rules.config)
+        count = self._partitions(self._profile, rules)
         messages = count * self._messages_per_partition
         if messages > _MAX_MESSAGES:
             rules = replace(rules, config=_coarser(rules.config, messages / _COARSE_MESSAGES, self._profile.nbytes / count))
-        coarser = count / self._partitions(self._merged, rules.config)
+        coarser = count / self._partitions(self._merged, rules)
         # The time unit is a NIC's time for one byte, so that simulated NICs are the same for every link.
         unit = link.seconds_per_byte / self._factor
         partition_seconds = link.partition_seconds * coarser / unit
@@ -222,9 +222,8 @@ class Model:
             return 2
         return 2 * (self._workers if self._servers else self._workers - 1)  # a worker sends none to its own shard
 
-    def _partitions(self, profile: Profile, config: SchedulerConfig) -> int:
-        servers = 1 if self._ordered else self._servers or self._workers
-        return len(cut(profile.manifest, config.partition_bytes, config.fusion_bytes, servers).partitions)
+    def _partitions(self, profile: Profile, rules: Rules) -> int:
+        return len(Grouping.of(profile, rules, self._servers or self._workers).plan.partitions)
 
 
 def _coarser(config: SchedulerConfig, factor: float, mean_bytes: float) -> SchedulerConfig:

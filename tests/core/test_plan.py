@@ -96,7 +96,7 @@ def test_pieces_of_a_tensor_are_a_multiple_of_the_servers_if_that_is_hardly_more
     plan, fewest = cut(manifest, partition_bytes, servers=servers), cut(manifest, partition_bytes)
     for spec, owners, least in zip(manifest.tensors, plan.by_tensor, fewest.by_tensor):
         multiple = -(-len(least) // servers) * servers
-        if len(least) <= servers or multiple > 4 / 3 * len(least):
+        if len(least) <= servers or 3 * multiple > 4 * len(least):
             assert len(owners) == len(least)
         else:
             assert len(owners) == min(multiple, spec.numel)

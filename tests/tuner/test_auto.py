@@ -384,7 +384,7 @@ def test_the_line_has_all_that_was_measured() -> None:
 
 @pytest.mark.parametrize(("spread", "profiles"), [(0.01, 1), (0.015, 2), (0.02, 3), (0.05, 3)])
 def test_step_times_that_vary_are_measured_again(spread: float, profiles: int) -> None:
-    """With five, ten and fifteen steps the median is known to a share of 0.83, 0.59 and 0.48 of their spread."""
+    """The median's standard error is 0.83, 0.59 and 0.48 of the spread with five, ten and fifteen steps."""
 
     class VaryingJob(Job):
         taken = 0
