@@ -142,4 +142,4 @@ def test_the_check_of_an_installation() -> None:
     install = [words for block in SHELL if block.page == "install.md" for words in commands_of(block)]
     [words] = [words for words in install if words[:2] == ["commsched", "run"]]
     code, out, err = run_job(*words[2:5], sys.executable, *words[6:], timeout_seconds=60, imports=())
-    assert (code, sorted(out.split()), err) == (0, ["0", "1"], "")
+    assert (code, sorted(out.replace("\n", "")), err) == (0, ["0", "1"], "")  # ranks may write within each other's lines
