@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict
 
 from .core.errors import ConfigError
 from .core.policies import policy_names
-from .core.scheduler import COLLECTIVES, MAX_PARTITION_BYTES, SchedulerConfig
+from .core.scheduler import COLLECTIVES, LAUNCH_ORDERS, MAX_PARTITION_BYTES, SchedulerConfig
 
 #: The most connections between a rank and a server. Each has two threads at both ends.
 MAX_FLOWS = 32
@@ -291,9 +291,10 @@ class Settings:
         some_transports=True,
     )
     order: str = _setting(
-        OneOf("agreed", "static"),
-        "agreed",
-        "order of collectives: agreed (in every step), static (without messages, once it repeats itself)",
+        OneOf("auto", *LAUNCH_ORDERS),
+        "auto",
+        "order of collectives: agreed (in every step), static (without messages, once it repeats itself), auto (static, if "
+        "steps are not slower with it)",
         same_on_all_ranks=True,
         run_option=True,
         some_transports=True,
@@ -424,7 +425,8 @@ class Settings:
         partition = SchedulerConfig().partition_bytes if self.partition is None else self.partition
         credit = 4 * partition if self.credit is None else self.credit
         collective = SchedulerConfig().collective if self.collective == "auto" else self.collective
-        return SchedulerConfig(partition, credit, self.policy, self.fusion, collective)
+        order = SchedulerConfig().order if self.order == "auto" else self.order
+        return SchedulerConfig(partition, credit, self.policy, self.fusion, collective, order)
 
     @property
     def chooses_sizes(self) -> bool:
@@ -528,7 +530,7 @@ class SettingsKeywords(TypedDict, total=False):
     lane: Literal["tcp", "grpc"] | None
     flows: int | str | None
     security: Literal["none", "tls"] | None
-    order: Literal["agreed", "static"] | None
+    order: Literal["auto", "agreed", "static"] | None
     collective: Literal["auto", "all_reduce", "rsag"] | None
     wire: Literal["none", "bfloat16", "float16"] | None
     hierarchy: Literal["auto", "on", "off"] | None

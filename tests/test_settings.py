@@ -184,7 +184,7 @@ def refused(environ: dict[str, str] | None = None, **keywords: Any) -> str:
 def test_the_defaults() -> None:
     assert load() == Settings()
     assert load().scheduler == SchedulerConfig(4_000_000, 16_000_000, "priority")
-    assert (load().transport, load().order, load().wire, load().hierarchy) == ("auto", "agreed", "none", "auto")
+    assert (load().transport, load().order, load().wire, load().hierarchy) == ("auto", "auto", "none", "auto")
 
 
 def test_keywords_go_before_the_environment_before_the_file_before_defaults(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> list[dict[str, 
             _, group = register(each, f"{carrier.order} order", arguments["partition"] * arguments["partitions"])
             for credit in arguments["credits"]:
                 size, kind = arguments["partition"], {name: arguments[name] for name in ("policy", "collective")}
-                barrier.switch(Settings(partition=size, credit=credit * size, **kind).scheduler)
+                barrier.switch(Settings(partition=size, credit=credit * size, order=carrier.order, **kind).scheduler)
                 step = functools.partial(average, group)
                 found.append(_measure(each, step, arguments["repetitions"], messages))
         return found

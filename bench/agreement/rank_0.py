@@ -79,7 +79,7 @@ class _Job:
         self._contributed: Counter[tuple[int, int, int]] = Counter()
         self._to_settle: set[int] = set()  # leaders that have got contributions, which come together
         for order in self._orders:
-            order.add_group(0, _LAYERS * _PARTITIONS * _NBYTES)
+            order.add_group(0, _LAYERS * _PARTITIONS * _NBYTES, may_freeze=True)
         self._roster = Roster(ranks, "", 0, fail_after_seconds=1e9, join_within_seconds=1e9, now=0.0)
         for rank in range(ranks):
             self._roster.received(rank, Hello(__version__, PROTOCOL, Member.thread(rank, ranks), 1e9), 0.0)

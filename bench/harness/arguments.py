@@ -161,7 +161,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 #: The options that choose one transport, the numbers of ranks and servers, and their defaults.
 TRANSPORT_OPTIONS = {
-    **{"transport": "ps", "lane": "tcp", "flows": 1, "security": "none", "order": "agreed", "policy": "priority"},
+    **{"transport": "ps", "lane": "tcp", "flows": 1, "security": "none", "order": "auto", "policy": "priority"},
     **{"collective": "auto", "wire": "none", "hierarchy": "auto", "workers": 2, "servers": 0},
 }
 

@@ -69,7 +69,7 @@ class ScheduledSystem:
         self.initial = self._training.initial
         self.setup = Setup(
             context.carrier.transport,
-            _words(context, words or f"partition {megabytes(wanted.partition_bytes)}, credit {megabytes(wanted.credit_bytes)}"),
+            _words(wanted, words or f"partition {megabytes(wanted.partition_bytes)}, credit {megabytes(wanted.credit_bytes)}"),
             context.message_seconds,
             wanted.partition_bytes,
             wanted.credit_bytes,
@@ -84,7 +84,7 @@ class ScheduledSystem:
         config = self._context.session.core.config
         if config != self._wanted:
             raise TransportError(f"rank {self._context.session.rank} runs {config}, but {self._wanted} was to be measured")
-        if self._context.carrier.order == "static" and not self._context.session.core.is_static:
+        if self._wanted.order == "static" and not self._context.session.core.is_static:
             raise TransportError(
                 f"rank {self._context.session.rank} launches in an agreed order, but a static one was to be measured"
             )
@@ -113,8 +113,8 @@ class ScheduledSystem:
 
 
 def chosen_sizes(context: Context) -> SchedulerConfig:
-    """The configuration of a job that sets what this one sets: train until partition and credit have chosen themselves, and
-    stop choosing. Collective. Sizes that are set stay."""
+    """The configuration of a job that sets what this one sets: train until partition, credit and order have chosen themselves,
+    and stop choosing. Collective. What is set stays."""
     session = context.session
     if not session.gather(session.is_settled)[0]:
         _train_until_settled(context)
@@ -147,13 +147,14 @@ def commsched_config(context: Context) -> SchedulerConfig:
         policy="priority",
         fusion_bytes=None,
         collective=context.collective,
+        order=context.order,
     )
 
 
-def _words(context: Context, sizes: str) -> str:
+def _words(config: SchedulerConfig, sizes: str) -> str:
     """``sizes`` with the collective and the order added if they are not the default, for readers."""
-    split = ", reduce-scatter and all-gather" if context.collective == "rsag" else ""
-    return sizes + split + (", static order" if context.carrier.order == "static" else "")
+    split = ", reduce-scatter and all-gather" if config.collective == "rsag" else ""
+    return sizes + split + (", static order" if config.order == "static" else "")
 
 
 def megabytes(nbytes: int) -> str:

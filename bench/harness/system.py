@@ -32,7 +32,7 @@ class Carrier:
     """A carrier of gradients: a transport and an order. A session has exactly one carrier. ``order`` is as in ``Settings``."""
 
     transport: str
-    order: str = "agreed"
+    order: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Context:
     its own. The context is the same on every rank, except for ``session`` and ``host``.
 
     ``host`` is the address at which other ranks reach this one. ``bytes_scale`` is the factor by which an EMULATED model's
-    gradients were multiplied; sizes that are meant for the real model must be multiplied by it too. ``partition_bytes`` and
-    ``credit_bytes`` are commsched's. ``message_seconds`` is the overhead of a partition with ``carrier`` and ``collective``.
-    ``clip`` and ``max_norm`` are as in ``loop.Loop``.
+    gradients were multiplied; sizes that are meant for the real model must be multiplied by it too. ``partition_bytes``,
+    ``credit_bytes`` and ``order`` are commsched's. ``message_seconds`` is the overhead of a partition with ``carrier`` and
+    ``collective``. ``clip`` and ``max_norm`` are as in ``loop.Loop``.
     """
 
     session: Session
@@ -57,6 +57,7 @@ class Context:
     credit_bytes: int
     message_seconds: float
     _shared: dict[Any, Any]
+    order: str = "agreed"
     clip: str | None = None
     max_norm: float = 0.0
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from commsched import ConfigError
+from commsched.core.scheduler import LAUNCH_ORDERS
 from commsched.transports import users_of
 
 from ..harness.arguments import require_named
@@ -75,7 +76,7 @@ class SystemSpec:
 
 
 def parse(text: str) -> SystemSpec:
-    """``NAME`` or ``NAME:TRANSPORT[+rsag][+static]``.
+    """``NAME`` or ``NAME:TRANSPORT[+rsag][+static|+agreed]``. An order that is not named chooses itself.
 
     Raises:
         ConfigError: there is no such system or transport, or the combination is not possible; the message says why.
@@ -88,13 +89,13 @@ def parse(text: str) -> SystemSpec:
         raise ConfigError(f"systems: {text!r}: {base} does not run on a transport of commsched")
     transport, *wanted = rest.split("+")
     require_named(transport)
+    orders = [word for word in wanted if word in LAUNCH_ORDERS]
     for word in wanted:
-        if word not in ("rsag", "static") or wanted.count(word) > 1:
-            raise ConfigError(f"systems: {text!r}: after the transport come +rsag and +static, each once at most")
-        if transport not in users_of({"rsag": "collective", "static": "order"}[word]):
+        if word not in ("rsag", *LAUNCH_ORDERS) or wanted.count(word) > 1 or len(orders) > 1:
+            raise ConfigError(f"systems: {text!r}: after the transport come +rsag, and +static or +agreed, each once at most")
+        if transport not in users_of("collective" if word == "rsag" else "order"):
             raise ConfigError(f"systems: {text!r}: {transport} has no {word}, which is for collectives")
-    carrier = Carrier(transport, "static" if "static" in wanted else "agreed")
-    return SystemSpec(text, base, carrier, "rsag" if "rsag" in wanted else "all_reduce")
+    return SystemSpec(text, base, Carrier(transport, *orders), "rsag" if "rsag" in wanted else "all_reduce")
 
 
 def carrier_of_job(specs: Sequence[SystemSpec], transport: str) -> Carrier:

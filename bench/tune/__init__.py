@@ -36,7 +36,7 @@ _PATIENCE = 6.0
 _OVERHEAD_SECONDS = 20.0
 
 #: Steps of a job until it has chosen its sizes.
-_CHOOSING_STEPS = 80
+_CHOOSING_STEPS = 100
 
 
 @dataclass(frozen=True)

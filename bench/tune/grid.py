@@ -145,7 +145,7 @@ def surface_of(row: Mapping[str, Any]) -> Surface:
     """The surface of the steps in ``row``."""
     names = SchedulerConfig().to_record()
     return Surface(
-        {SchedulerConfig(**{name: each[name] for name in names}): each["windows"] for each in row["configs"]},
+        {SchedulerConfig(**{name: each[name] for name in names if name in each}): each["windows"] for each in row["configs"]},
     )
 
 

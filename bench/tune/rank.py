@@ -83,6 +83,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     trained = max(registered, key=lambda group: sum(group[1].buffer_bytes.values()))
     message_seconds = measure_message_seconds(session, barrier, network.message_bytes, configs[0].collective)
     context = replace(context, message_seconds=message_seconds)
+    chosen = replace(chosen, order=configs[0].order)  # only sizes are compared
     systems = [ScheduledSystem(context, config) for config in (*configs, chosen)]
     wanted = plain_averaging(workload, task.settle + task.steps, session.world_size)
     profiled = _profile(session, ScheduledSystem(context, SchedulerConfig(**task.incumbent)), *trained, task, barrier)

@@ -183,7 +183,7 @@ def regret_of_chosen(row: Row) -> float:
 def _chosen(row: Row) -> str:
     if "chosen" not in row:
         return ""
-    config = SchedulerConfig(**{name: row["chosen"][name] for name in SchedulerConfig().to_record()})
+    config = SchedulerConfig(**{name: row["chosen"][name] for name in SchedulerConfig().to_record() if name in row["chosen"]})
     milliseconds = 1e3 * row["chosen"]["step_seconds"]
     return f"\nchosen by the job itself: {describe_config(config)}: {milliseconds:.0f} ms ({regret_of_chosen(row):+.1%})"
 

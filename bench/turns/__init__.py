@@ -14,6 +14,7 @@ from commsched import ConfigError
 from commsched.core.world import World
 from commsched.settings import Settings, parse_rate, parse_seconds
 from commsched.simulator.scenario import bytes_factor
+from commsched.transports import users_of
 from commsched.transports.open import Capabilities, choose
 
 from .. import systems
@@ -24,7 +25,7 @@ from ..harness.progress import relayed_lines
 from ..harness.results import commit
 from ..harness.scaling import Scaling, scale
 from ..harness.system import Carrier
-from ..systems import SystemSpec, carrier_of_job, parse
+from ..systems import SYSTEMS, SystemSpec, carrier_of_job, parse
 from ..workloads import load_profile, real_model_names
 
 #: A configuration changes between two steps, and the plan of partitions may change a step later. The step after that still
@@ -60,7 +61,7 @@ class TrainOptions:
             ``commsched:gloo+rsag``.
         rounds: number of turns of each system.
         steps: number of steps that count in each turn.
-        settle: number of steps, at least 3, before them that do not count; a static order adds 7.
+        settle: number of steps, at least 3, before them that do not count; an order that may be static adds 7.
         transport: transport of systems on commsched that do not name one; ``"auto"`` means the one that a job takes that sets
             none.
         lane: lane of the parameter server's bytes; None means the default.
@@ -175,7 +176,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
     settings = _settings(options, own)
     check_settings(settings)
     scaling = _scaling(options, links)
-    settle = settle_steps(options, specs)
+    settle = settle_steps(options, specs, own)
     if show_progress and (world is None or world.rank == 0):
         where = "" if world is None else f" on {world.world_size} ranks of {world.launcher}"
         steps = options.rounds * (settle + options.steps)
@@ -254,10 +255,11 @@ def _options_here(options: TrainOptions, world: World) -> TrainOptions:
     return replace(options, workers=world.world_size, servers=str(len(servers)))
 
 
-def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec]) -> int:
-    """The number of steps of a turn that do not count."""
-    static = any(spec.carrier is not None and spec.carrier.order == "static" for spec in specs)
-    return options.settle + (STATIC_SETTLE_STEPS if static else 0)
+def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec], own: Carrier) -> int:
+    """The number of steps of a turn that do not count. ``own`` is the carrier of systems that name none."""
+    carriers = [spec.carrier or own for spec in specs if SYSTEMS[spec.base].is_on_commsched]
+    may_be_static = any(carrier.order != "agreed" and carrier.transport in users_of("order") for carrier in carriers)
+    return options.settle + (STATIC_SETTLE_STEPS if may_be_static else 0)
 
 
 def _chosen_transport(options: TrainOptions, links: Links, capped: bool, world: World | None) -> str:
@@ -306,7 +308,7 @@ def _scaling(options: TrainOptions, links: Links) -> Scaling | None:
 def _systems_help() -> str:
     return (
         f"in turn: {', '.join(systems.names())}; those that run on commsched also as commsched:gloo, with +rsag for "
-        "reduce-scatter and all-gather, +static for an order that is not agreed on anew in each step"
+        "reduce-scatter and all-gather, +static or +agreed for an order of launches that does not choose itself"
     )
 
 

@@ -188,7 +188,13 @@ def _with_sizes(context: Context, message_bytes: int) -> Context:
     """Let the sizes of ``context`` choose themselves, and measure the cost of a partition. Collective."""
     config = context.shared(chosen_sizes)  # once for each session: measuring the cost changes its configuration
     seconds = measure_message_seconds(context.session, context.barrier, message_bytes, context.collective)
-    return replace(context, partition_bytes=config.partition_bytes, credit_bytes=config.credit_bytes, message_seconds=seconds)
+    return replace(
+        context,
+        partition_bytes=config.partition_bytes,
+        credit_bytes=config.credit_bytes,
+        order=config.order,
+        message_seconds=seconds,
+    )
 
 
 def _take_turns(

@@ -42,7 +42,7 @@ from .pace import Pace, PaceReport, Stragglers
 from .plan import Partition, Plan, cut
 from .policies import make_policy
 from .reconfigure import Reconfiguration
-from .scheduler import COLLECTIVES, LAST_KEY, Scheduler, SchedulerConfig, is_key
+from .scheduler import COLLECTIVES, LAST_KEY, LAUNCH_ORDERS, Scheduler, SchedulerConfig, is_key
 from .staging import DeviceGroup, Kernels, StagedGroup, StagedTask, Staging
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
@@ -57,7 +57,7 @@ class Core:
 
     Args:
         transport: averages partitions; ``Core`` calls its ``start`` from the dispatcher thread only.
-        config: initial partition, credit and policy.
+        config: initial partition, credit, policy and order.
         observer: notified of every task, if given.
         on_failure: called once, from any thread, with the first failure that arose here. That failure may be the consequence
             of another one, so the callback must have :meth:`fail` called with the error that counts, at once or a moment
@@ -66,11 +66,9 @@ class Core:
         stall_after_seconds: a longer wait ends the job. ``None`` means no limit.
         messenger: the channel over which ranks agree on an order, ask each other which rank is late, and compare their speed
             and whether their gradients are finite. An ordered transport needs it. ``None`` means that ranks do none of this.
-        order: for an ordered transport: ``agreed`` means that ranks agree on every launch; ``static`` means that they do so
-            until the order repeats itself, and then launch without messages.
 
     Raises:
-        UnsupportedError: the transport does not support ``config`` or ``order``.
+        UnsupportedError: the transport does not support ``config``.
         ValueError: an ordered transport was given without a messenger.
     """
 
@@ -84,10 +82,9 @@ class Core:
         warn_after_seconds: float = 10.0,
         stall_after_seconds: float | None = None,
         messenger: Messenger | None = None,
-        order: str = "agreed",
     ) -> None:
         self._transport = transport
-        self.require_supported(config, order)
+        self.require_supported(config)
         self.config = config
         self._changes = Reconfiguration(config)
         self.observers: tuple[Observer, ...] = () if observer is None else (observer,)
@@ -115,7 +112,8 @@ class Core:
         )  # the dispatcher waits for an item; a Condition costs several times as much
         self._is_idle = False  # the dispatcher waits, and has not been woken
         self._progress = threading.Condition(self._lock)  # engine threads wait on it
-        self._agreement = self._make_agreement(config, order) if transport.ordered else None
+        self._agreement = self._make_agreement(config) if transport.ordered else None
+        self._freezes_all = config.order == "static"
         self._order: Order = self._agreement or Scheduler(make_policy(config.policy), config.credit_bytes)
         self._groups: dict[int, TensorGroup] = {}  # by number, those that may still be asked about
         self._group_count = 0
@@ -134,14 +132,14 @@ class Core:
         self._dispatcher.start()
         _cores.add(self)
 
-    def _make_agreement(self, config: SchedulerConfig, order: str) -> AgreedOrder:
+    def _make_agreement(self, config: SchedulerConfig) -> AgreedOrder:
         return AgreedOrder(
             self._transport.rank,
             self._transport.leaders or range(self._transport.world_size),
             make_policy(config.policy),
             config.credit_bytes,
             channels=self._transport.channels,
-            freeze=order == "static",
+            freeze=config.order == "static",
             describe=self._describe,
             locate=self._locate,
         )
@@ -158,12 +156,12 @@ class Core:
             stall_after_seconds=self._stall_after_seconds,
         )
 
-    def require_supported(self, config: SchedulerConfig, order: str = "agreed") -> None:
-        """Check that the transport supports ``config`` and ``order``.
+    def require_supported(self, config: SchedulerConfig) -> None:
+        """Check that the transport supports ``config``. A transport without an order takes any order.
 
         Raises:
-            ConfigError: there is no such collective.
-            UnsupportedError: the transport does not support them; the message names the cause and a remedy.
+            ConfigError: there is no such collective or order.
+            UnsupportedError: the transport does not support it; the message names the cause and a remedy.
         """
         transport = self._transport
         if config.collective not in COLLECTIVES:
@@ -174,7 +172,9 @@ class Core:
                 f"{type(transport).__name__} does not have; use transport=gloo, mpi or nccl without hierarchy, or "
                 "collective=auto"
             )
-        if order == "static" and transport.ordered and transport.channels < 2:
+        if config.order not in LAUNCH_ORDERS:
+            raise ConfigError(f"order '{config.order}' is unknown; there are: {', '.join(LAUNCH_ORDERS)}")
+        if config.order == "static" and transport.ordered and transport.channels < 2:
             raise UnsupportedError(
                 f"order='static' needs two channels, and {type(transport).__name__} has one; use order=agreed"
             )
@@ -186,6 +186,12 @@ class Core:
     def is_static(self) -> bool:
         """Whether a static order is in use now, instead of agreement on each launch."""
         return self._agreement is not None and self._agreement.is_static
+
+    def may_freeze(self, group: int) -> bool:
+        """Whether the order of launches of ``group`` may become static, as far as this rank knows; see :meth:`add_group`. Any
+        thread."""
+        with self._lock:
+            return self._agreement is not None and self._agreement.may_freeze(group)
 
     @property
     def next_config(self) -> SchedulerConfig:
@@ -225,14 +231,20 @@ class Core:
             self._adopt_config()
 
     def add_group(
-        self, plan: Plan, buffers: Mapping[str, Buffer], collective: str | None = None, device: Device | None = None
+        self,
+        plan: Plan,
+        buffers: Mapping[str, Buffer],
+        collective: str | None = None,
+        device: Device | None = None,
+        may_freeze: bool = False,
     ) -> TensorGroup:
         """Add the tensors of ``plan`` as a group; ``buffers`` maps each dtype to its flat buffer of bytes. They are memory that
         the transport averages, or memory of ``device``. If that is not where the transport averages, gradients travel from the
         host's memory.
 
         The caller ensures that all ranks add equal plans in the same order, each with the same ``collective``. ``None`` means
-        the collective of ``config``.
+        the collective of ``config``. ``may_freeze`` is as for ``Session.register``. With an order that is static from the
+        beginning, that of any group may freeze.
 
         Raises:
             TransportError: the job failed; the message names the first cause.
@@ -260,7 +272,7 @@ class Core:
             self._changes.add_group(group)
             self._adopt_config()
             if self._agreement is not None:
-                self._agreement.add_group(group.index, nbytes)
+                self._agreement.add_group(group.index, nbytes, may_freeze or self._freezes_all)
         try:
             self._transport.add_group(group.index, plan.manifest)
         except TransportError as error:  # a lost peer may be the consequence of another failure
@@ -389,6 +401,12 @@ class Core:
             for tensor in tensors:
                 observer.on_ready(group.index, tensor, now)
 
+    def keep_agreed(self, group: TensorGroup) -> None:
+        with self._lock:
+            if self._agreement is not None and not self._freezes_all:
+                self._agreement.keep_agreed(group.index)
+                self._wake()
+
     def notify_queued(self, group: DeviceGroup, tensors: Sequence[int], after: Event) -> None:
         """Do what :meth:`notify_ready` does, for a group on a device, where the gradients are there ``after`` an event."""
         tasks: list[CommTask] = []
@@ -506,6 +524,8 @@ class Core:
         if self.config != self._changes.current:
             self.config = self._changes.current
             self._order.reconfigure(make_policy(self.config.policy), self.config.credit_bytes)
+            if self._agreement is not None:
+                self._agreement.let_freeze(self.config.order == "static")
             for kernels in self._kernels.values():
                 kernels.use(make_policy(self.config.policy))
             self._rouse()
@@ -950,7 +970,8 @@ class Core:
             made = group.made | group.on_hand
             missing = [tensor for tensor in range(len(group.proxies)) if tensor not in made]
             here = [group.proxies[tensor].name for tensor in missing if tensor in together]
-            return progress_of(here, [group.proxies[tensor].name for tensor in missing if tensor not in together])
+            elsewhere = [group.proxies[tensor].name for tensor in missing if tensor not in together]
+            return progress_of(here, elsewhere, self.is_static)
 
     # --- reports to rank 0 ---
 

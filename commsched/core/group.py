@@ -58,6 +58,8 @@ class GroupCalls(Protocol):
 
     def stalled(self, group: TensorGroup, tensor: int, seconds: float) -> None: ...
 
+    def keep_agreed(self, group: TensorGroup) -> None: ...
+
     def release(self, group: TensorGroup) -> None: ...
 
 
@@ -188,6 +190,11 @@ class TensorGroup:
         """Log which ranks have not sent ``tensor``, for a reader that has waited ``seconds`` for its average in the engine
         instead of at its proxy. The waits of a proxy log this themselves. Never blocks."""
         self._core.stalled(self, tensor, seconds)
+
+    def keep_agreed(self) -> None:
+        """Say that ``may_freeze`` of ``Session.register`` does not hold any more. From one of the next steps to the end, ranks
+        agree on each launch of this group, unless the job was opened with ``order=static``. Never waits. Any thread."""
+        self._core.keep_agreed(self)
 
     @property
     def is_over(self) -> bool:

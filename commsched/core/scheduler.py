@@ -6,8 +6,9 @@ import heapq
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Protocol, TypeVar
 
-#: The values of ``SchedulerConfig.collective``.
+#: The values of ``SchedulerConfig.collective`` and ``SchedulerConfig.order``.
 COLLECTIVES = ("all_reduce", "rsag")
+LAUNCH_ORDERS = ("agreed", "static")
 
 #: The largest partition. It bounds the size of one message from any peer before a manifest is known.
 MAX_PARTITION_BYTES = 256 * 2**20
@@ -20,6 +21,9 @@ class SchedulerConfig:
     ``collective`` says of which tasks an average is made: one all-reduce, or a reduce-scatter and then an all-gather
     (``rsag``). A more urgent task may go between the two, and neither waits for the end of the other. DeAR (ICDCS'23) sends all
     reduce-scatters in backward and all all-gathers in the next forward. Here both are in one queue, in the policy's order.
+
+    ``order`` says how ranks agree on the order of collectives: anew for every launch (``agreed``), or once, as soon as it
+    repeats itself (``static``).
     """
 
     partition_bytes: int = 4_000_000
@@ -27,6 +31,7 @@ class SchedulerConfig:
     policy: str = "priority"
     fusion_bytes: int | None = None  # small neighbours are merged up to this size; None: see cut
     collective: str = "all_reduce"
+    order: str = "agreed"
 
     def to_record(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -44,7 +44,8 @@ class RankProgress:
 
     ``begun``: whether the rank has begun the step. ``missing``: how many gradients of the place are not ready. ``names``: the
     names of the first of these. ``others``: the names of the first gradients that are not ready elsewhere in the step.
-    ``waits``: what the rank itself waits for.
+    ``waits``: what the rank itself waits for. ``is_static``: it launches in a static order, in which the place may wait for
+    ``others``.
     """
 
     begun: bool = True
@@ -52,11 +53,12 @@ class RankProgress:
     names: Sequence[str] = ()
     others: Sequence[str] = ()
     waits: str = ""
+    is_static: bool = False
 
 
-def progress_of(missing: Sequence[str], others: Sequence[str]) -> RankProgress:
+def progress_of(missing: Sequence[str], others: Sequence[str], is_static: bool = False) -> RankProgress:
     """The answer of a rank that has begun the step. ``missing`` and ``others`` name its gradients that are not ready."""
-    return RankProgress(True, len(missing), missing[:_MAX_NAMES], others[:_MAX_NAMES])
+    return RankProgress(True, len(missing), missing[:_MAX_NAMES], others[:_MAX_NAMES], is_static=is_static)
 
 
 class StallVerdict(NamedTuple):
@@ -77,7 +79,9 @@ def verdict(step: int, answers: Mapping[int, RankProgress], silent: Sequence[int
         elif progress.missing:
             late.setdefault(f"not sent {_listed(progress.names, progress.missing)}", []).append(rank)
         elif progress.others:
-            behind.setdefault(f"not sent {_listed(progress.others, len(progress.others))} of the same step", []).append(rank)
+            hint = ", for which a static order waits (order=agreed does not)" if progress.is_static else ""
+            named = _listed(progress.others, len(progress.others))
+            behind.setdefault(f"not sent {named} of the same step{hint}", []).append(rank)
     said = [
         f"{ranks_text(ranks, _MAX_RANKS)} {'has' if len(ranks) == 1 else 'have'} {what}"
         for what, ranks in (late or behind).items()
@@ -86,8 +90,8 @@ def verdict(step: int, answers: Mapping[int, RankProgress], silent: Sequence[int
         said.append(f"{ranks_text(silent, _MAX_RANKS)} {'does' if len(silent) == 1 else 'do'} not answer")
     if not said:
         return StallVerdict((), "every rank has sent it, so it waits for the network or a server")
-    named = sorted({*silent, *(rank for ranks in (late or behind).values() for rank in ranks)})
-    return StallVerdict(tuple(named), ("" if late or silent else "every rank has sent it, but ") + "; ".join(said))
+    culprits = sorted({*silent, *(rank for ranks in (late or behind).values() for rank in ranks)})
+    return StallVerdict(tuple(culprits), ("" if late or silent else "every rank has sent it, but ") + "; ".join(said))
 
 
 def _listed(names: Sequence[str], count: int) -> str:

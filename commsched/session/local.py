@@ -57,7 +57,6 @@ def local_sessions(
     *,
     open_transport: Callable[[int, ControlEnd], Transport] | None = None,
     wrap_transport: Callable[[Transport], Transport] | None = None,
-    order: str = "agreed",
     warn_after_seconds: float = 10.0,
     stall_after_seconds: float | None = None,
     check_weights: int = 0,
@@ -86,7 +85,6 @@ def local_sessions(
                 warn_after_seconds=warn_after_seconds,
                 stall_after_seconds=stall_after_seconds,
                 messenger=control,
-                order=order,
             )
             undo.callback(core.close)
             return Session(control, transport, core, check_weights=check_weights)

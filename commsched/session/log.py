@@ -99,9 +99,11 @@ def first_line(
     config: SchedulerConfig,
     manifest: Manifest,
     one_per_host: bool = False,
+    may_freeze: bool = False,
 ) -> str:
     """The line that describes the job, for the tensors of ``manifest``, cut and ordered by ``config``. ``ordered``: all ranks
-    of ``transport`` launch in one order. ``one_per_host``: the ranks of a host sum before one of them uses the network."""
+    of ``transport`` launch in one order, which may become static if ``may_freeze``. ``one_per_host``: the ranks of a host sum
+    before one of them uses the network."""
     way = f"{transport} over {settings.lane}" if transport == "ps" else transport
     if transport == "ps" and settings.flows > 1:
         way += f" on {settings.flows} flows"
@@ -119,7 +121,8 @@ def first_line(
     if config.collective != "all_reduce":
         parts.append(config.collective)
     if ordered:
-        parts.append(f"{settings.order} order")
+        at_first = may_freeze and choosing and settings.order == "auto" and settings.tune is None
+        parts.append(f"{config.order} order{' at first' if at_first else ''}")
     if settings.wire != "none":
         parts.append(f"{settings.wire} on the wire")
     if settings.security != "none":

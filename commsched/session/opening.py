@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -181,15 +182,15 @@ def _open_joined(
             )
             transport = open_named(context, name)
             undo.callback(transport.close, graceful=False)
+            config = settings.scheduler if transport.ordered else replace(settings.scheduler, order="agreed")
             core = Core(
                 transport,
-                settings.scheduler,
+                config,
                 observer=trace,
                 on_failure=control.report,
                 warn_after_seconds=settings.fail_after,
                 stall_after_seconds=settings.stall_after,
                 messenger=control,
-                order=settings.order,
             )
             undo.callback(core.close)
             session = Session(control, transport, core, trace=trace, check_weights=check_weights)
@@ -356,22 +357,23 @@ def _first_lines(
 ) -> list[str]:
     ordered, config = session.transport.ordered, session.core.config
     one_per_host = session.transport.one_per_host
-    line = first_line(settings, transport, ordered, session.world_size, hosts, config, manifest, one_per_host)
+    may_freeze = session.transport.channels > 1
+    line = first_line(settings, transport, ordered, session.world_size, hosts, config, manifest, one_per_host, may_freeze)
     more = no_rank_line(world, os.environ)
     return [line] if more is None else [line, more]
 
 
 def _start_tuner(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> None:
-    from .tuning import facts_of, start_assessing, start_choosing, start_tuning  # here: it imports the simulator's dependencies
+    from . import tuning  # here: it imports the simulator's dependencies
 
     try:
-        job = facts_of(session, settings, transport, host, hosts)
-        if settings.chooses_sizes:
-            start_choosing(session, settings, job, say)
+        job = tuning.facts_of(session, settings, transport, host, hosts)
+        if chooses := tuning.chooses(settings, job):
+            tuning.start_choosing(session, settings, job, say)
         if settings.tune is not None:
-            start_tuning(session, settings, job, say)
-        elif session.rank == 0 and (job.workers < 2 or not settings.chooses_sizes):
-            start_assessing(session, settings, job, say)
+            tuning.start_tuning(session, settings, job, say)
+        elif session.rank == 0 and (job.workers < 2 or not chooses):
+            tuning.start_assessing(session, settings, job, say)
     except BaseException as error:
         session.abort(f"{type(error).__name__}: {error}")
         raise

@@ -185,7 +185,14 @@ class Session:
             self._has_raised = True
             raise
 
-    def register(self, manifest: Manifest, buffers: Mapping[str, Buffer], device: Device | None = None) -> TensorGroup:
+    def register(
+        self,
+        manifest: Manifest,
+        buffers: Mapping[str, Buffer],
+        device: Device | None = None,
+        *,
+        may_freeze: bool = False,
+    ) -> TensorGroup:
         """Announce tensors, in forward order, and the flat buffer of each dtype. Collective; moves no data.
 
         A buffer has ``manifest.buffer_bytes[dtype]`` writable bytes. In the host's memory it is a ``memoryview`` of format
@@ -194,6 +201,10 @@ class Session:
         belong to the session until ``release`` of the returned group, so the engine must neither move nor free them. The engine
         writes each gradient into the tensor's place in its flat buffer, and the average replaces it there. uint8 is summed;
         every other dtype is averaged.
+
+        ``may_freeze``: the order of launches may become static with ``order=auto``, because on each rank all gradients of a
+        step are notified before anything waits for an average of that step, and before the user's code can wait for another
+        rank. If a step turns out not to be like that, call ``TensorGroup.keep_agreed``. It must be the same on all ranks.
 
         Raises:
             ManifestMismatch: ranks disagree; names the tensor and both values, on every rank, before any data moves.
@@ -214,7 +225,7 @@ class Session:
         except BaseException:
             self.core.cancel_reservation()
             raise
-        group = self._add_group(plan, buffers, collective, device)
+        group = self._add_group(plan, buffers, collective, device, may_freeze)
         if has_gradients:  # not earlier: another thread may ask for statistics at any time
             self.statistics.add_group(group)
         return group
@@ -251,11 +262,16 @@ class Session:
         return self.core.cut(manifest, replace(config, **records[0]["sizes"])), records[0]["collective"]
 
     def _add_group(
-        self, plan: Plan, buffers: Mapping[str, Buffer], collective: str, device: Device | None = None
+        self,
+        plan: Plan,
+        buffers: Mapping[str, Buffer],
+        collective: str,
+        device: Device | None = None,
+        may_freeze: bool = False,
     ) -> TensorGroup:
         if self.observer is not None:
             self.observer.add_group(self.core.group_count, plan.manifest)
-        return self.core.add_group(plan, buffers, collective, device)
+        return self.core.add_group(plan, buffers, collective, device, may_freeze)
 
     @property
     def can_measure_norms(self) -> bool:
@@ -343,7 +359,9 @@ class Session:
     def reconfigure(self, config: SchedulerConfig, window: Mapping[str, Any] | None = None) -> None:
         """Ask for another configuration; all ranks switch at one agreed step. Returns before the switch.
 
-        Meant for rank 0 (a tuner). ``window`` is passed on to every rank's ``Tuner.on_switch``. Never blocks on other ranks.
+        Meant for rank 0 (a tuner). ``config`` replaces the whole configuration, so change the one that is in use:
+        ``replace(session.core.next_config, credit_bytes=...)``. ``window`` is passed on to every rank's ``Tuner.on_switch``.
+        Never blocks on other ranks.
 
         Raises:
             UnsupportedError: the transport does not support ``config``.

@@ -12,7 +12,6 @@ from typing import Any
 from ..core.core import Core
 from ..core.errors import CommschedError, from_record, to_record
 from ..core.manifest import Manifest
-from ..core.order.static import SLACK, STABLE_STEPS
 from ..settings import Settings
 from ..tuner.learn import FirstSizes, JobFacts, Learner, NothingMeasured, TuningContext, is_end, most_seconds_per_byte
 from ..tuner.meter import StepTimer
@@ -34,28 +33,33 @@ def facts_of(session: Session, settings: Settings, transport: str, host: str, ho
     """Where ``session`` trains: over the transport of that name, on ``hosts`` hosts. ``host`` is this rank's address."""
     workers = hosts if session.transport.one_per_host else session.world_size
     ordered, servers = session.transport.ordered, len(settings.servers)
-    cores = len(os.sched_getaffinity(0))
-    return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers, cores, settings.flows)
+    cores, freezes = len(os.sched_getaffinity(0)), ordered and session.transport.channels > 1
+    return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers, cores, settings.flows, freezes)
+
+
+def chooses(settings: Settings, job: JobFacts) -> bool:
+    """Whether ``settings`` leaves something to choose: partition, credit, or the order of launches."""
+    return settings.chooses_sizes or (job.freezes and settings.order == "auto")
 
 
 def start_choosing(session: Session, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
-    """Choose partition and credit as far as ``settings`` leaves them open: before the first step, and, unless the job is tuned,
-    again from what rank 0 sees of the first steps. Called on every rank before the first group is registered; not collective.
+    """Choose partition, credit and order as far as ``settings`` leaves them open: the sizes before the first step, and, unless
+    the job is tuned, all of them from what rank 0 sees of the first steps. Called on every rank before the first group is
+    registered; not collective.
 
     Args:
         say: prints a line for the user.
     """
-    if session.rank != 0:
-        session.choose_first_sizes(lambda manifest: None)  # rank 0's answer counts
+    if settings.chooses_sizes:
+        first = FirstSizes(job, settings, lambda: session.core.next_config)
+        session.choose_first_sizes(first if session.rank == 0 else lambda manifest: None)  # rank 0's answer counts
+    if session.rank != 0 or settings.tune is not None or job.workers < 2:
         return
-    session.choose_first_sizes(FirstSizes(job, settings, lambda: session.core.next_config))
-    if settings.tune is not None or job.workers < 2:
-        return
-    from ..tuner.auto import AutoSizes  # here: it imports the simulator's dependencies
+    from ..tuner.auto import AutoChoice  # here: it imports the simulator's dependencies
 
     meter = _meter(session, lambda report: None)  # there are no windows to report
     context = _context(session, settings, job, meter, say)
-    sizes = AutoSizes(context)
+    sizes = AutoChoice(context)
     _start(session, context, sizes.run, lambda why: None, Assessor(session, context, sizes.profiled))
 
 
@@ -170,11 +174,12 @@ def _meter(session: Session, tell: Callable[[Any], None]) -> StepTimer:
 def _context(
     session: Session, settings: Settings, job: JobFacts, meter: StepTimer, say: Callable[[str], None]
 ) -> TuningContext:
-    # Each agreed change ends a static order. The order comes back only after readiness has been the same for several steps.
-    is_static = settings.order == "static" and session.transport.ordered
-    trials = TrialRunner(session, meter.main_group, STABLE_STEPS + SLACK + 3 if is_static else SETTLE_STEPS)
+    trials = TrialRunner(session, meter.main_group, SETTLE_STEPS)
     learner = Learner(job, meter, session.observe, lambda: trials.stopped, most_seconds_per_byte(job, settings))
-    return TuningContext(settings, job, meter, trials, learner, lambda: session.core.next_config, say)
+    core = session.core
+    return TuningContext(
+        settings, job, meter, trials, learner, lambda: core.next_config, say, core.may_freeze, lambda: core.is_static
+    )
 
 
 def _start(session: Session, context: TuningContext, search: Search, end: Callable[[str], None], assessor: Assessor) -> None:

@@ -275,7 +275,7 @@ def check_static_order(open_ranks: OpenRanks, measures: bool = False) -> None:
         if not world.freezes:
             return
         chance = random.Random(rank)
-        with world.core(rank, SchedulerConfig(4100, 9000), "static") as core:
+        with world.core(rank, SchedulerConfig(4100, 9000, order="static")) as core:
             static_steps: set[int] = set()
             core.observers = (TaskObserver(lambda task: static_steps.add(task.step) if core.is_static else None),)
             tensors, small = _Tensors(core, manifest, world, rank), _Tensors(core, flags, world, rank)
@@ -285,7 +285,8 @@ def check_static_order(open_ranks: OpenRanks, measures: bool = False) -> None:
                 if step == alike and measures:
                     tensors.add_norms(core, world.transport(rank))
                 elif step == alike:
-                    core.switch_at(SchedulerConfig(2000, 5000), {tensors.group.index: step, small.group.index: step})
+                    smaller = SchedulerConfig(2000, 5000, order="static")
+                    core.switch_at(smaller, {tensors.group.index: step, small.group.index: step})
                 order = range(5, -1, -1) if step < 2 * alike else range(6)
                 tensors.begin(rank, order, lambda: _pause(chance.random() * 0.0005))
                 small.average(rank, range(1))

@@ -27,8 +27,8 @@ from .world import run_world
 #: callback. The number of callbacks is the world size. The context manager closes the transports at the end.
 OpenWorld = Callable[[Sequence[OnFailure]], AbstractContextManager[Sequence[Transport]]]
 
-#: Opens the session of this process with a configuration and an order (``agreed`` or ``static``), the same on every rank.
-OpenSession = Callable[[SchedulerConfig, str], Session]
+#: Opens the session of this process with a configuration, the same on every rank.
+OpenSession = Callable[[SchedulerConfig], Session]
 
 #: Opens the device of a rank.
 OpenDevice = Callable[[int], Device]
@@ -123,12 +123,12 @@ class Threads:
         assert self.failures_expected or not self.failures, f"a failure was reported though all went well: {self.failures[0]}"
 
     @contextmanager
-    def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> Iterator[Core]:
+    def core(self, rank: int, config: SchedulerConfig) -> Iterator[Core]:
         """Open the Core of a rank. At most one Core per rank may be open. All ranks must use the same arguments."""
         transport = self.transports[rank]
         control = self._join(rank)
         messenger = control if transport.ordered else None
-        core = Core(transport, config, on_failure=self._tell, messenger=messenger, order=order)
+        core = Core(transport, config, on_failure=self._tell, messenger=messenger)
         self._cores[rank] = core
         control.listen(SessionListener(core, lambda rank, value: None))
         try:
@@ -177,7 +177,7 @@ class CheckedJob:
         self._open_session = open_session
         self._session: Session | None = None
         self._uses_all_reduce = False
-        with open_session(SchedulerConfig(), "agreed") as session:
+        with open_session(SchedulerConfig()) as session:
             transport = session.transport
             self.splits = REDUCE_SCATTER in transport.verbs
             self.freezes = transport.ordered and transport.channels > 1
@@ -195,8 +195,8 @@ class CheckedJob:
         body(self, self.rank)
 
     @contextmanager
-    def core(self, rank: int, config: SchedulerConfig, order: str = "agreed") -> Iterator[Core]:
-        with self._open_session(config, order) as self._session:
+    def core(self, rank: int, config: SchedulerConfig) -> Iterator[Core]:
+        with self._open_session(config) as self._session:
             if self._uses_all_reduce:
                 _use_all_reduce(self._session.transport)
             yield self._session.core

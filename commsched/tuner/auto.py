@@ -1,6 +1,6 @@
 """Partition and credit that choose themselves: from what is known before the first step, then from a few profiled steps and the
 simulator. A few steps are spent on sizes that are not expected to be better: on larger partitions, and with separate servers on
-smaller ones."""
+smaller ones. Over collectives the order of launches is chosen last: a static one, unless steps are slower with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .meter import standard_error
 from .model_process import RemoteModel
 from .profiler import LinkEstimate, Measured, fitted_link
 from .result import describe_config, milliseconds
-from .space import Space, fixed_by
+from .space import MIN_TELLING_BYTES, Space
 
 log = logging.getLogger("commsched")
 
@@ -49,6 +49,10 @@ TELLING_FACTORS, MAX_TELLING_LOSS = (4, 2), 0.05
 #: if they are slower by more than this, and by more than so many standard errors of the difference.
 EQUAL_MEASUREMENTS, CLEAR_ERRORS = 0.005, 2
 
+#: A static order takes a fifth less processor time. It is kept unless steps are clearly slower with it, and never if they were
+#: slower by more than this share, however much they vary.
+MOST_STATIC_LOSS = 0.02
+
 #: Sizes are profiled again, so often at most in all, while the standard error of their step time is above this share of it, as
 #: where processors are short. With 5 steps, 4 workers on two cores took sizes with which a step is 5 to 20 % longer.
 MAX_ERROR, MOST_PROFILES = 0.01, 3
@@ -63,7 +67,7 @@ LEAST_HALF_BYTES, LEAST_HALF_GAIN = 16_000, 0.01
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The result of :class:`AutoSizes`. ``reason`` is ``chosen``, or ``unfinished`` if training, or the training of these
+    """The result of :class:`AutoChoice`. ``reason`` is ``chosen``, or ``unfinished`` if training, or the training of these
     tensors, ended first."""
 
     incumbent: SchedulerConfig
@@ -78,8 +82,8 @@ class Chosen:
         return f"sizes: {self.reason}: {describe_config(self.kept)}"
 
 
-class AutoSizes:
-    """Chooses sizes for training that is under way. Call it from rank 0's tuner thread only."""
+class AutoChoice:
+    """Chooses sizes and order for training that is under way. Call it from rank 0's tuner thread only."""
 
     def __init__(self, context: TuningContext) -> None:
         self._context = context
@@ -87,22 +91,32 @@ class AutoSizes:
         self._used: list[SchedulerConfig] = []  # by this choice, one after another
         self._profiles: dict[SchedulerConfig, Measured] = {}  # of those that were measured
         self._profiled: tuple[int, Measured] | None = None  # the group of the last choice, with a profile of what was kept
+        self._chooses_sizes = self._chooses_order = False
 
     def profiled(self, group: int) -> Measured | None:
         """The profile of steps of ``group`` with the configuration that was kept for it, if its choice was the last one."""
         return self._profiled[1] if self._profiled is not None and self._profiled[0] == group else None
 
     def run(self, group: int, manifest: Manifest, again: bool = False) -> Chosen | None:
-        """Choose sizes for ``manifest``, the tensors of ``group``. Returns None if there is nothing to choose.
+        """Choose for ``manifest``, the tensors of ``group``. Returns None if there is nothing to choose.
 
         Raises:
             Stopped: training ends.
         """
         incumbent, self._profiled = self._context.current(), None
         self._used, self._profiles = [incumbent], {}
-        job, fixed = self._context.job, fixed_by(self._context.settings)
-        space = Space(incumbent, manifest.nbytes, fixed, largest_ratio=job.largest_ratio, least_ratio=job.least_ratio)
-        if space.dimensions == 0 or self._context.job.workers < 2:
+        job, settings = self._context.job, self._context.settings
+        is_open = settings.order == "auto" and job.freezes and manifest.nbytes >= MIN_TELLING_BYTES
+        self._chooses_order = is_open and self._context.may_freeze(group)
+        space = Space(
+            self._agreed(incumbent),
+            manifest.nbytes,
+            frozenset(name for name in ("partition", "credit") if getattr(settings, name) is not None),  # also in a tuned file
+            largest_ratio=job.largest_ratio,
+            least_ratio=job.least_ratio,
+        )
+        self._chooses_sizes = space.dimensions > 0
+        if job.workers < 2 or not (self._chooses_sizes or self._chooses_order):
             return None
         try:
             chosen = self._choose(group, manifest, incumbent, space)
@@ -122,16 +136,18 @@ class AutoSizes:
             kept = self._best() if self._profiles else incumbent
             if kept != self._used[-1]:
                 self._context.trials.apply(kept)
-        now = "partition and credit stay as they are" if kept == incumbent else f"{describe_config(kept)} from now on"
+        what = "partition and credit stay as they are" if self._chooses_sizes else "the order of launches stays as it is"
+        now = what if kept == incumbent else f"{describe_config(kept)} from now on"
         log.warning("%s: %s: %s", now, type(error).__name__, error)
         return Chosen(incumbent, kept, "chosen")
 
     def _choose(self, group: int, manifest: Manifest, incumbent: SchedulerConfig, space: Space) -> Chosen:
         context, learner = self._context, self._context.learner
-        if self.chosen is not None and not self._settle(group):  # what ended the earlier choice may have changed them just now
+        # What ended the earlier choice may have changed the configuration just now.
+        if self.chosen is not None and not self._settle(group, incumbent):
             return Chosen(incumbent, incumbent, "unfinished")
-        found = incumbent = context.current()
-        self._used, profiles = [incumbent], self._profiles
+        incumbent = context.current()
+        found, self._used, profiles = self._agreed(incumbent), [incumbent], self._profiles
         link = None
         with ExitStack() as stack:
             model: RemoteModel | None = None
@@ -139,11 +155,11 @@ class AutoSizes:
             for round_ in range(ROUNDS + 1):
                 if (over := self._measure(group, manifest, found)) is not None:
                     return over
-                if round_ == ROUNDS:
+                if round_ == ROUNDS or not self._chooses_sizes:
                     break
                 profile = profiles[found]
                 if model is None:
-                    model = learner.open_model(profile, incumbent, stack)
+                    model = learner.open_model(profile, found, stack)
                     starts = learner.guesses(profile, incumbent.policy)
                 elif profile.busy is None:
                     model = model.calibrate([(config, each.step_seconds) for config, each in profiles.items()])
@@ -165,10 +181,16 @@ class AutoSizes:
             if self._seconds(half) > (1 - LEAST_HALF_GAIN) * self._seconds(kept):
                 break
             kept = half
-        if kept != self._used[-1]:
-            self._use(kept)
-            if not self._settle(group):
-                return Chosen(incumbent, kept, "unfinished")
+        if self._chooses_order:
+            static = replace(kept, order="static")
+            if (over := self._measure(group, manifest, static)) is not None:
+                return over
+            if not context.is_static():  # readiness does not repeat itself, so an agreed order was measured
+                del profiles[static]
+            elif self._seconds(static) <= (1 + MOST_STATIC_LOSS) * self._seconds(kept) and not self._is_slower(static, kept):
+                kept = static
+        if kept != self._used[-1] and not self._use(group, kept):
+            return Chosen(incumbent, kept, "unfinished")
         self._profiled = group, profiles[kept]
         context.say(self._line(kept, link))
         return Chosen(incumbent, kept, "chosen")
@@ -177,10 +199,8 @@ class AutoSizes:
         """Profile steps with ``config``. Returns the result if the choice is over by that: training has ended, other tensors
         are trained, or somebody else has changed the configuration."""
         context, incumbent = self._context, self._used[0]
-        if config != self._used[-1]:
-            self._use(config)
-            if not self._settle(group):
-                return Chosen(incumbent, config, "unfinished")
+        if config != self._used[-1] and not self._use(group, config):
+            return Chosen(incumbent, config, "unfinished")
         samples: tuple[float, ...] = ()
         for _ in range(MOST_PROFILES):
             try:
@@ -228,18 +248,25 @@ class AutoSizes:
         slower = (config.partition_bytes for config in larger if self._is_slower(config, fastest))
         return math.sqrt(size * min(slower, default=math.inf))
 
-    def _use(self, config: SchedulerConfig) -> None:
+    def _agreed(self, config: SchedulerConfig) -> SchedulerConfig:
+        """``config``, with an agreed order if the order is to be chosen."""
+        return replace(config, order="agreed") if self._chooses_order else config
+
+    def _use(self, group: int, config: SchedulerConfig) -> bool:
+        """Apply ``config``, and :meth:`_settle`."""
         self._used.append(config)
         self._context.trials.apply(config)
+        return self._settle(group, config)
 
-    def _settle(self, group: int) -> bool:
-        """Wait until a change that was applied is in use, and its first steps are over. False if training ended first, or other
-        tensors are trained."""
-        return self._context.meter.wait_for_steps(group, self._context.trials.settle_steps)
+    def _settle(self, group: int, config: SchedulerConfig) -> bool:
+        """Wait until ``config``, which was applied, is in use, and its first steps are over. False if training ended first, or
+        other tensors are trained."""
+        return self._context.meter.wait_for_steps(group, self._context.trials.settle_steps(config))
 
     def _line(self, kept: SchedulerConfig, link: LinkEstimate | None) -> str:
-        line = f"{describe_config(kept)} chosen: steps of {milliseconds(self._seconds(kept))} ms"
-        others = [f"{describe_config(each)}: {milliseconds(self._seconds(each))} ms" for each in self._profiles if each != kept]
+        describe = describe_config if self._chooses_sizes else _describe_order
+        line = f"{describe(kept)} chosen: steps of {milliseconds(self._seconds(kept))} ms"
+        others = [f"{describe(each)}: {milliseconds(self._seconds(each))} ms" for each in self._profiles if each != kept]
         if others:
             line += f" (with {'; '.join(others)})"
         if link is not None:
@@ -324,6 +351,11 @@ def _half(config: SchedulerConfig, manifest: Manifest, fixed: frozenset[str]) ->
     return replace(
         config, partition_bytes=partition, credit_bytes=config.credit_bytes if "credit" in fixed else max(partition, credit)
     )
+
+
+def _describe_order(config: SchedulerConfig) -> str:
+    article = "an" if config.order == "agreed" else "a"
+    return f"{article} {config.order} order"
 
 
 def _ratio(config: SchedulerConfig) -> float:

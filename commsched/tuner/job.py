@@ -75,7 +75,7 @@ class TuningJob:
                 say=self._context.say,
                 also=[settings.scheduler] if again else (),  # an earlier search found the incumbent
                 journal=journal,
-                settle_steps=self._context.trials.settle_steps,
+                settle_steps=self._context.trials.settle_steps(space.incumbent),
             ).run()
             if settings.tune_out is not None and verdict.finished:
                 groups = self._context.meter.manifests()

@@ -38,7 +38,8 @@ class JobFacts:
     """Where training runs. ``world_size`` is the number of ranks, ``workers`` the number of ranks that use the network.
     ``transport`` is a name; ``ordered`` says whether ranks launch in one order. ``host`` is rank 0's address, ``hosts`` the
     number of hosts, ``servers`` the number of separate parameter servers, ``cores`` the number of processor cores that rank 0
-    may use. ``flows`` is the number of connections between a worker and each shard or server."""
+    may use. ``flows`` is the number of connections between a worker and each shard or server. ``freezes`` says whether the
+    order of launches may become static."""
 
     world_size: int
     transport: str
@@ -49,6 +50,7 @@ class JobFacts:
     servers: int = 0
     cores: int = 1
     flows: int = 1
+    freezes: bool = False
 
     @property
     def largest_ratio(self) -> int:
@@ -65,7 +67,8 @@ class JobFacts:
 @dataclass(frozen=True, slots=True)
 class TuningContext:
     """The parts that a search uses, all on rank 0. ``current`` returns the configuration agreed on last. ``say`` prints a line
-    for the user."""
+    for the user. ``may_freeze`` says of a group whether its plugin allows a static order, ``is_static`` whether
+    an order is static now."""
 
     settings: Settings
     job: JobFacts
@@ -74,6 +77,8 @@ class TuningContext:
     learner: Learner
     current: Callable[[], SchedulerConfig]
     say: Callable[[str], None]
+    may_freeze: Callable[[int], bool] = lambda group: False
+    is_static: Callable[[], bool] = lambda: False
 
 
 class FirstSizes:

@@ -38,7 +38,7 @@ _END_SECONDS = 2.0
 _MAX_CUT_OFF = 3
 
 
-#: A search for a better configuration for the tensors of a group: ``TuningJob.run`` by trials, or ``AutoSizes.run``. The last
+#: A search for a better configuration for the tensors of a group: ``TuningJob.run`` by trials, or ``AutoChoice.run``. The last
 #: argument says whether step times have changed since the last search. None means that there is nothing to choose.
 Search = Callable[[int, Manifest, bool], "Verdict | Chosen | None"]
 

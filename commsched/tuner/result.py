@@ -41,9 +41,11 @@ def milliseconds(seconds: float, like: float | None = None) -> str:
 
 
 def describe_config(config: SchedulerConfig, beside: SchedulerConfig | None = None) -> str:
-    """Describe ``config`` for people, in decimal units: ``partition 2.0 MB, credit 8.0 MB``. The policy is added if it differs
-    from the policy of ``beside``."""
+    """Describe ``config`` for people, in decimal units: ``partition 2.0 MB, credit 8.0 MB, static order``. An agreed order is
+    not mentioned. The policy is added if it differs from the policy of ``beside``."""
     text = f"partition {size(config.partition_bytes)}, credit {size(config.credit_bytes)}"
+    if config.order != SchedulerConfig().order:
+        text += f", {config.order} order"
     return text if beside is None or beside.policy == config.policy else f"{text}, policy {config.policy}"
 
 
@@ -128,6 +130,10 @@ class JobKey:
     link: str
 
 
+#: What ``auto`` means while a job is tuned, by setting.
+_WHILE_TUNED = {"order": SchedulerConfig().order}
+
+
 def describe_transport(name: str, settings: Settings) -> str:
     """The transport ``name`` with the settings on which its best configuration depends: ``ps over tcp, 2 servers,
     wire=bfloat16``."""
@@ -135,7 +141,8 @@ def describe_transport(name: str, settings: Settings) -> str:
     if settings.servers:
         parts.append(f"{len(settings.servers)} servers")
     for setting in ("flows", "security", "order", "collective", "wire", "hierarchy"):
-        if getattr(settings, setting) != getattr(Settings(), setting):
+        is_usual = getattr(settings, setting) in (getattr(Settings(), setting), _WHILE_TUNED.get(setting))
+        if not is_usual:
             parts.append(f"{setting}={getattr(settings, setting)}")
     return ", ".join(parts)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..core.errors import CommschedError, UnsupportedError
+from ..core.order.static import SLACK, STABLE_STEPS
 from ..core.scheduler import SchedulerConfig
 
 
@@ -67,7 +68,7 @@ class TrialRunner:
 
     Args:
         main_group: returns the group whose steps count at this moment, or None if there is none.
-        settle_steps: steps that are left out at the beginning of each window.
+        settle_steps: steps that are left out at the beginning of each window; see :meth:`settle_steps`.
 
     ``stopped`` is the reason why no further trial is possible; None while trials are possible. ``applied`` is the configuration
     that was applied last.
@@ -76,12 +77,17 @@ class TrialRunner:
     def __init__(self, session: Reconfigurable, main_group: Callable[[], int | None], settle_steps: int) -> None:
         self._session = session
         self._main_group = main_group
-        self.settle_steps = settle_steps
+        self._settle_steps = settle_steps
         self._changed = threading.Condition()  # guards all below
         self._trial = -1  # number of the trial whose reports are awaited
         self._reports: dict[int, Any] = {}  # by rank
         self.stopped: str | None = None
         self.applied: SchedulerConfig | None = None
+
+    def settle_steps(self, config: SchedulerConfig) -> int:
+        """The steps to leave out after a change to ``config``. Each change ends a static order, which comes back only after
+        readiness has been the same for several steps."""
+        return self._settle_steps + (STABLE_STEPS + SLACK if config.order == "static" else 0)
 
     def measure(self, config: SchedulerConfig, steps: int = 10, *, group: int) -> Window:
         """Train with ``config`` until every rank has a window of ``steps`` steps of ``group``. Returns the window of the
@@ -97,7 +103,7 @@ class TrialRunner:
             self._check()
             self._trial += 1
             self._reports.clear()
-            window = {"trial": self._trial, "group": group, "settle": self.settle_steps, "steps": steps}
+            window = {"trial": self._trial, "group": group, "settle": self.settle_steps(config), "steps": steps}
         self._propose(config, window)
         with self._changed:
             while not self._is_over():

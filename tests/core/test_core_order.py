@@ -277,7 +277,7 @@ def test_what_a_transport_cannot_do_is_said_before_anything_begins() -> None:
     with pytest.raises(
         UnsupportedError, match="order='static' needs two channels, and RecordingTransport has one; use order=agreed"
     ):
-        Core(transport, WHOLE, messenger=Sent(), order="static")
+        Core(transport, replace(WHOLE, order="static"), messenger=Sent())
     transport.verbs = frozenset({"all_reduce"})
     with pytest.raises(
         UnsupportedError, match="collective='rsag' averages by reduce-scatter and all-gather, which RecordingTransport"

@@ -331,7 +331,7 @@ def test_a_wait_for_norms_is_about_the_averages(world: World) -> None:
 def test_rows_are_never_the_largest_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest group has a channel for launches that are decided ahead, and for a static order."""
     added: list[tuple[int, int]] = []
-    monkeypatch.setattr(AgreedOrder, "add_group", lambda self, group, nbytes: added.append((group, nbytes)))
+    monkeypatch.setattr(AgreedOrder, "add_group", lambda self, group, nbytes, may_freeze: added.append((group, nbytes)))
     world = World(splits=True, ordered=True)
     world.add_norms()
     assert added == [(0, MANIFEST.nbytes), (1, 0)]

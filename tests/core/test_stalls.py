@@ -221,6 +221,13 @@ def test_a_session_that_ends_meanwhile_is_none_of_its_business() -> None:
             (1,),
             "every rank has sent it, but rank 1 has not sent 'c' of the same step",
         ),
+        (
+            {0: SENT, 1: progress_of([], ["c"], is_static=True)},
+            [],
+            (1,),
+            "every rank has sent it, but rank 1 has not sent 'c' of the same step, for which a static order waits "
+            "(order=agreed does not)",
+        ),
         ({0: SENT, 1: progress_of(["b"], []), 2: progress_of([], ["c"])}, [], (1,), "rank 1 has not sent 'b'"),
         (
             {rank: RankProgress(begun=False) for rank in range(11)},

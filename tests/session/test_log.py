@@ -171,6 +171,23 @@ def test_the_configuration_is_that_in_use() -> None:
     assert line.endswith(", partition 1.5 MB, credit 16.0 MB, fifo")
 
 
+@pytest.mark.parametrize(
+    ("settings", "may_freeze", "manifest", "order"),
+    [
+        ({}, True, MANIFEST, "agreed order at first"),
+        ({}, False, MANIFEST, "agreed order"),  # as over nccl
+        ({}, True, ONE, "agreed order"),  # too small to say anything
+        ({"tune": "1"}, True, MANIFEST, "agreed order"),
+        ({"order": "agreed"}, True, MANIFEST, "agreed order"),
+        ({"order": "static"}, True, MANIFEST, "static order"),
+    ],
+)
+def test_it_says_whether_the_order_is_open(settings: dict[str, Any], may_freeze: bool, manifest: Manifest, order: str) -> None:
+    given = Settings.load(settings, {})
+    line = first_line(given, "gloo", True, 4, 2, given.scheduler, manifest, may_freeze=may_freeze)
+    assert line.endswith(f"priority, {order}")
+
+
 def test_it_says_whether_each_host_sums_first() -> None:
     line = first_line(Settings(), "ps", False, 4, 2, SchedulerConfig(), ONE, one_per_host=True)
     assert line.endswith(", priority, each host sums first (hierarchy)")

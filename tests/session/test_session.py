@@ -13,6 +13,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -731,11 +732,60 @@ def test_ranks_start_the_same_tasks_in_the_same_order_whatever_becomes_ready_fir
             assert set(view) == {1.0 + number}
         static.append(session.core.is_static)
 
-    ranks(3, main, SchedulerConfig(200, 600), wrap_transport=ordered, order=order)
+    ranks(3, main, SchedulerConfig(200, 600, order=order), wrap_transport=ordered)
     assert transports[1].started == transports[0].started
     assert transports[2].started == transports[0].started
     assert sum(map(len, transports[0].started)) == steps * tensors * 100 * 4 // 200
     assert static == [order == "static"] * 3
+
+
+@pytest.mark.parametrize(("may_freeze", "from_the_beginning"), [(True, False), (False, False), (False, True)])
+def test_an_order_becomes_static_if_the_group_allows_it_or_the_job_wants_it_from_the_beginning(
+    may_freeze: bool, from_the_beginning: bool
+) -> None:
+    static = []
+
+    def main(session: Session) -> None:
+        described = manifest(*[100] * 4)
+        group = session.register(described, buffers(described), may_freeze=may_freeze)
+        if session.rank == 0:
+            session.reconfigure(SchedulerConfig(200, 600, order="static"))
+        for _ in range(12):
+            group.begin_step()
+            for tensor in reversed(range(4)):
+                group.notify_ready(tensor)
+            for proxy in group.proxies:
+                proxy.wait()
+        static.append(session.core.is_static)
+
+    ranks(2, main, SchedulerConfig(200, 600, order="static" if from_the_beginning else "agreed"), wrap_transport=Ordered)
+    assert static == [may_freeze or from_the_beginning] * 2
+
+
+@pytest.mark.parametrize("asker", [None, 0, 1])
+def test_a_static_order_ends_by_another_configuration_and_if_a_rank_says_so(asker: int | None) -> None:
+    static: dict[int, list[bool]] = {0: [], 1: []}
+    config = SchedulerConfig(200, 600)
+
+    def main(session: Session) -> None:
+        described = manifest(*[100] * 4)
+        group = session.register(described, buffers(described), may_freeze=True)
+        for step in range(40):
+            if session.rank == 0 and step in (0, 20):
+                session.reconfigure(replace(config, order="static" if step == 0 or asker is not None else "agreed"))
+            if session.rank == asker and step == 18:
+                group.keep_agreed()
+            group.begin_step()
+            for tensor in reversed(range(4)):
+                group.notify_ready(tensor)
+            for proxy in group.proxies:
+                proxy.wait()
+            static[session.rank].append(session.core.is_static)
+
+    ranks(2, main, config, wrap_transport=Ordered)
+    for each in static.values():
+        assert each[17]
+        assert not any(each[25:])
 
 
 def test_what_other_ranks_say_before_this_one_has_opened_is_not_lost() -> None:

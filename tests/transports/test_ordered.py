@@ -26,7 +26,7 @@ def test_conformance() -> None:
 
 def train(world: CheckedWorld, rank: int, order: str, averages: list[bool]) -> None:
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(6)))
-    with world.core(rank, SchedulerConfig(1200, 10**6), order) as core:
+    with world.core(rank, SchedulerConfig(1200, 10**6, order=order)) as core:
         tensors = _Tensors(core, manifest, world, rank)
         for _ in range(20):
             tensors.average(rank, range(5, -1, -1))

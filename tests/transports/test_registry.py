@@ -45,7 +45,7 @@ def test_one_for_tests_is_accepted_and_not_named():
     [
         ({"rate": "1gbit"}, "gloo", ["rate=1gbit has no effect with transport=gloo: it is for ps"]),
         ({"lane": "grpc", "servers": "a:1"}, "mpi", ["servers=", "lane='grpc' has no effect with transport=mpi: it is for ps"]),
-        ({"lane": "tcp", "order": "agreed"}, "gloo", []),  # the defaults
+        ({"lane": "tcp", "order": "auto"}, "gloo", []),  # the defaults
         ({"rate": "1gbit", "lane": "grpc"}, "ps", []),
         ({"collective": "rsag"}, "nccl", []),
         ({"order": "static"}, "nccl", ["order='static' has no effect with transport=nccl: it is for gloo, "]),

@@ -15,19 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commsched.core.errors import ClosedError
+from commsched.core.interfaces import Transport
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.scheduler import SchedulerConfig
 from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.simulator.profile import Profile
 from commsched.simulator.scenario import bytes_factor
-from commsched.tuner.auto import AutoSizes, Chosen, best_sizes
+from commsched.tuner.auto import AutoChoice, Chosen, best_sizes
 from commsched.tuner.initial_guesses import before_first_step
 from commsched.tuner.learn import FirstSizes, JobFacts, NothingMeasured, TuningContext, most_seconds_per_byte
 from commsched.tuner.link import LOOPBACK_RATE
 from commsched.tuner.profiler import Busy, LinkEstimate, Measured
+from commsched.tuner.result import describe_config
 from commsched.tuner.space import MAX_RATIO, Space
 from commsched.tuner.trials import Stopped
+from tests.session.test_session import Ordered
 
 from .test_meter import manifest
 from .training import UNTIL_ENDED, WIDE, Training, choosing, require_same_weights
@@ -129,6 +132,9 @@ class Job:
         settings: Settings = Settings(),  # noqa: B008 - it is frozen
         workers: int = 2,
         servers: int = 0,
+        freezes: bool = False,
+        may_freeze: bool = True,
+        repeats: bool = True,
     ) -> None:
         self.truth = truth
         self.predicted = predicted
@@ -137,10 +143,20 @@ class Job:
         self.lines: list[str] = []
         self._left = ends_after
         self._error = error
-        self.settle_steps = 3
-        facts = JobFacts(2, "ps", False, "127.0.0.1", 1, workers, servers)
-        self.sizes = AutoSizes(
-            TuningContext(settings, facts, _any(self), _any(self), _any(self), lambda: self.current, self.lines.append)
+        self._waited = 0  # steps since the configuration changed
+        me, facts = _any(self), JobFacts(2, "made up", freezes, "127.0.0.1", 1, workers, servers, freezes=freezes)
+        self.sizes = AutoChoice(
+            TuningContext(
+                settings,
+                facts,
+                me,
+                me,
+                me,
+                lambda: self.current,
+                self.lines.append,
+                lambda group: may_freeze,
+                lambda: repeats and self.current.order == "static" and self._waited >= 10,
+            )
         )
 
     def run(self, model: Manifest = MODEL) -> Chosen | None:
@@ -165,9 +181,14 @@ class Job:
 
     # the meter's and the trials' part
     def wait_for_steps(self, group: int, steps: int) -> bool:
+        self._waited += steps
         return self._left > 0
 
+    def settle_steps(self, config: SchedulerConfig) -> int:
+        return 10 if config.order == "static" else 3
+
     def apply(self, config: SchedulerConfig) -> None:
+        self._waited = 0
         self.used.append(config)
         self.current = config
 
@@ -610,17 +631,135 @@ def test_sizes_that_are_set_are_not_touched() -> None:
     assert {config.credit_bytes for config in job.used} == {16_000_000}
 
 
+# --- the order of launches ---
+
+
+def costs_of_static(seconds: float) -> Callable[[SchedulerConfig], float]:
+    """Step times with one least; a static order adds ``seconds``."""
+    return lambda config: bowl(500_000, 4)(config) + (seconds if config.order == "static" else 0.0)
+
+
+@pytest.mark.parametrize(("costs", "kept"), [(-0.01, "static"), (0.004, "static"), (0.006, "agreed"), (0.1, "agreed")])
+def test_a_static_order_is_kept_unless_steps_are_slower_with_it(costs: float, kept: str) -> None:
+    job = Job(costs_of_static(costs), bowl(500_000, 4), freezes=True)
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.kept.order == job.current.order == kept
+    assert [config.order for config in job.used] == ["agreed"] * (len(job.used) - (1 if kept == "static" else 2)) + (
+        ["static"] if kept == "static" else ["static", "agreed"]
+    )
+    sizes = {(config.partition_bytes, config.credit_bytes) for config in (chosen.kept, job.used[-1], job.used[-2])}
+    assert (chosen.kept.partition_bytes, chosen.kept.credit_bytes) in sizes
+    [line] = job.lines
+    assert line.count("static order") == 1
+    assert line.startswith(describe_config(chosen.kept))
+
+
+def test_of_step_times_that_vary_a_static_order_must_be_clearly_slower() -> None:
+    """By more than two standard errors of the difference."""
+    for costs, kept in ((0.015, "static"), (0.025, "agreed")):  # the second is too much, however steps vary
+        job = Varying(costs_of_static(costs), bowl(500_000, 4), freezes=True)
+        chosen = job.run()
+        assert chosen is not None
+        assert chosen.kept.order == kept
+
+
+class Varying(Job):
+    def profile(self, group: int, manifest: Manifest) -> Measured | None:
+        profile = super().profile(group, manifest)
+        seconds = self.truth(self.current)
+        return profile and replace(profile, samples=tuple(seconds * (1 + 0.03 * each) for each in (-1, -1, 0, 1, 1)))
+
+
+def test_an_order_that_does_not_repeat_itself_stays_agreed() -> None:
+    job = Job(costs_of_static(-0.1), bowl(500_000, 4), freezes=True, repeats=False)
+    chosen = job.run()
+    assert chosen is not None
+    assert [config.order for config in job.used[-2:]] == ["static", "agreed"]
+    assert chosen.kept.order == job.current.order == "agreed"
+    [line] = job.lines
+    assert "static" not in line
+
+
+@pytest.mark.parametrize("order", ["agreed", "static"])
+def test_an_order_that_is_set_is_not_touched(order: str) -> None:
+    job = Job(costs_of_static(-0.1), bowl(500_000, 4), settings=Settings.load({"order": order}, {}), freezes=True)
+    job.current = replace(BEGIN, order=order)
+    job.run()
+    assert len(job.used) > 0
+    assert {config.order for config in job.used} == {order}
+
+
+@pytest.mark.parametrize(("freezes", "may_freeze"), [(False, True), (True, False)])
+def test_an_order_stays_agreed_where_it_may_not_be_static(freezes: bool, may_freeze: bool) -> None:
+    job = Job(costs_of_static(-0.1), bowl(500_000, 4), freezes=freezes, may_freeze=may_freeze)
+    job.run()
+    assert {config.order for config in job.used} == {"agreed"}
+
+
+def test_the_order_is_chosen_also_if_both_sizes_are_set() -> None:
+    both = Settings.load({"partition": "4MB", "credit": "16MB"}, {})
+    job = Job(costs_of_static(-0.1), error=RuntimeError("no model is needed"), settings=both, freezes=True)
+    chosen = job.run()
+    static = replace(BEGIN, order="static")
+    assert chosen == Chosen(BEGIN, static, "chosen")
+    assert job.used == [static]
+    assert job.lines == ["a static order chosen: steps of 1800 ms (with an agreed order: 1900 ms)"]
+
+
+def test_sizes_of_a_tuned_file_stay_and_the_order_is_chosen() -> None:
+    tuned = Settings(partition=4_000_000, credit=16_000_000)  # which the user has not given
+    assert tuned.given == frozenset()
+    job = Job(costs_of_static(-0.1), error=RuntimeError("no model is needed"), settings=tuned, freezes=True)
+    chosen = job.run()
+    assert chosen == Chosen(BEGIN, replace(BEGIN, order="static"), "chosen")
+
+
+def test_tensors_too_small_to_say_anything_keep_an_agreed_order() -> None:
+    job = Job(costs_of_static(-0.1), freezes=True)
+    assert job.run(manifest(1000)) is None
+
+
+def test_a_later_choice_begins_with_an_agreed_order() -> None:
+    job = Job(costs_of_static(-0.01), bowl(500_000, 4), freezes=True)
+    first = job.run()
+    assert first is not None
+    job.used.clear()
+    again = job.run()
+    assert again is not None
+    assert job.used == [replace(first.kept, order="agreed"), *job.used[1:-1], first.kept]
+    assert {config.order for config in job.used[:-1]} == {"agreed"}
+    assert (again.incumbent, again.kept) == (first.kept, first.kept)
+
+
+def test_training_that_ends_amid_the_choice_of_the_order_is_over() -> None:
+    whole = Job(costs_of_static(0.1), bowl(500_000, 4), freezes=True)
+    whole.run()
+    for after in range(len(whole.used) + 1):
+        chosen = Job(costs_of_static(0.1), bowl(500_000, 4), freezes=True, ends_after=after).run()
+        assert chosen is not None
+        assert chosen.reason == "unfinished"
+
+
 # --- in training ---
 
 
+@pytest.mark.parametrize("wrap", [None, Ordered], ids=["by priority", "in one order"])
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.0003])
-def test_weights_are_those_of_training_that_chooses_nothing(delay_seconds: float) -> None:
+def test_weights_are_those_of_training_that_chooses_nothing(
+    delay_seconds: float, wrap: Callable[[Transport], Transport] | None
+) -> None:
     lines: list[str] = []
+    was_static: list[bool] = []  # before each step of rank 0
     ended = threading.Event()
 
     def say(line: str) -> None:
         lines.append(line)
         ended.set()
+
+    def note(session: Session, step: int) -> None:
+        if session.rank == 0:
+            was_static.append(session.core.is_static)
 
     training = Training(
         world_size=3,
@@ -628,13 +767,16 @@ def test_weights_are_those_of_training_that_chooses_nothing(delay_seconds: float
         width=WIDE,
         config=SchedulerConfig(),
         open_rank=choosing(Settings(), say),
+        before_step=note,
         until=ended,
         delay_seconds=delay_seconds,
+        wrap_transport=wrap,
     )
     by_rank = training.run()
     plain = Training(world_size=3, steps=training.taken, width=WIDE, config=SchedulerConfig()).run()
     require_same_weights(by_rank, plain[0])
     assert "chosen" in lines[0]
+    assert ("static" in lines[0]) == any(was_static) == (wrap is not None)  # on trial at least
 
 
 def test_the_first_step_has_sizes_made_for_the_tensors() -> None:

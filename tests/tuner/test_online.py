@@ -21,7 +21,7 @@ import pytest
 import commsched
 from commsched.core.interfaces import Observer, Transport
 from commsched.core.manifest import Manifest
-from commsched.core.scheduler import SchedulerConfig
+from commsched.core.scheduler import LAUNCH_ORDERS, SchedulerConfig
 from commsched.core.task import CommTask
 from commsched.core.world import World
 from commsched.session.opening import open_session
@@ -43,7 +43,7 @@ from tests.jobs.job import run_job, worker
 from tests.session.test_session import Ordered
 
 from .test_meter import Engine, manifest
-from .training import UNTIL_ENDED, WIDE, Training, Weights, require_same_weights, tuned
+from .training import SMALL, UNTIL_ENDED, WIDE, Training, Weights, require_same_weights, tuned
 
 TRIALS = Settings(tune=Budget(trials=4), tune_by="random")
 
@@ -78,25 +78,32 @@ class Borders(Observer):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("order", [None, "agreed", "static"])
+@pytest.mark.parametrize("order", [None, "agreed", "static", "either"])
 def test_training_through_many_changes_is_training_without_any(world_size: int, order: str | None) -> None:
     """Delays at every send and reply, during which gradients are NaN, show a gate that is missing."""
     steps, spread = 90, random.Random(1)
+    first_order = "static" if order == "static" else "agreed"
     seen: dict[int, Borders] = {}
+    was_static: list[bool] = []  # before each step of rank 0
 
     def watch(session: Session) -> None:
         seen[session.rank] = Borders()
         session.observe(seen[session.rank])
 
     def change(session: Session, step: int) -> None:
+        if session.rank == 0:
+            was_static.append(session.core.is_static)
         # A static order comes about only between changes.
-        if session.rank == 0 and step % (2 if order != "static" else 15) == 0:
+        if session.rank == 0 and step % (2 if order in (None, "agreed") else 15) == 0:
             partition_bytes = spread.choice([100, 300, 400, 1000, 5000, 10**6])
             credit_bytes = round(partition_bytes * spread.choice([0.5, 1, 2, 8]))
-            session.reconfigure(SchedulerConfig(partition_bytes, credit_bytes, spread.choice(["priority", "fifo"])))
+            policy = spread.choice(["priority", "fifo"])
+            order_then = spread.choice(LAUNCH_ORDERS) if order == "either" else first_order
+            session.reconfigure(SchedulerConfig(partition_bytes, credit_bytes, policy, order=order_then))
 
     wrap: Callable[[Transport], Transport] | None = Ordered if order is not None else None
-    common: dict[str, Any] = {"world_size": world_size, "steps": steps, "wrap_transport": wrap, "order": order or "agreed"}
+    config = replace(SMALL, order=first_order)
+    common: dict[str, Any] = {"world_size": world_size, "steps": steps, "wrap_transport": wrap, "config": config}
     plain = Training(**common).run()
     # Ordered checks the order of starts, so that it must be inside of what delays them.
     changed = Training(**common, before_step=change, open_rank=watch, delay_seconds=0.0003).run()
@@ -104,7 +111,8 @@ def test_training_through_many_changes_is_training_without_any(world_size: int, 
     require_same_weights(changed, plain[0])
     first = seen[0].of_step
     changes = sum(first[step] != first[step + 1] for step in range(1, steps - 1))
-    assert changes >= (20 if order != "static" else 3)
+    assert changes >= (20 if order in (None, "agreed") else 3)
+    assert any(was_static) == (order in ("static", "either"))
     for rank in range(1, world_size):
         assert seen[rank].of_step == first
 
@@ -357,11 +365,10 @@ def test_a_static_order_has_time_to_come_back(order: str, monkeypatch: pytest.Mo
     training = Training(
         steps=80,
         width=WIDE,
-        config=SchedulerConfig(),
+        config=SchedulerConfig(order=order),
         open_rank=tuned(replace(TRIALS, order=order)),
         before_step=note,
         wrap_transport=Ordered,
-        order=order,
     )
     training.run()
     assert windows[0]["settle"] == (10 if order == "static" else 3)

@@ -212,6 +212,7 @@ def test_a_table_without_groups_is_refused(path: Path) -> None:
         ("ps", Settings(), "ps over tcp"),
         ("ps", Settings(lane="grpc", servers=("a:1", "b:2"), wire="bfloat16"), "ps over grpc, 2 servers, wire=bfloat16"),
         ("gloo", Settings(order="static", hierarchy="off"), "gloo, order=static, hierarchy=off"),
+        ("gloo", Settings(order="agreed"), "gloo"),
         ("ps", Settings(flows=2), "ps over tcp, flows=2"),
         ("ps", Settings(security="tls"), "ps over tcp, security=tls"),
         ("mpi", Settings(), "mpi"),

@@ -58,13 +58,12 @@ class Training:
     later: tuple[tuple[int, threading.Event], ...] = ()  # width, and what ends it, of networks to be trained after the first
     delay_seconds: float = 0.0
     wrap_transport: Callable[[Transport], Transport] | None = None
-    order: str = "agreed"
     sessions: list[Session] = field(default_factory=list)
     taken: int = 0  # steps
 
     def run(self, timeout_seconds: float = 300.0) -> list[Weights]:
         """The weights of each rank."""
-        self.sessions = local_sessions(self.world_size, self.config, wrap_transport=self._wrap, order=self.order)
+        self.sessions = local_sessions(self.world_size, self.config, wrap_transport=self._wrap)
         try:
             return run_world(self.world_size, self._rank, timeout_seconds=timeout_seconds)
         finally:

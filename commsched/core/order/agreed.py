@@ -17,6 +17,7 @@ from .messages import (
     OTHERS,
     Freeze,
     FreezeRefused,
+    KeepAgreed,
     Launch,
     LaunchKey,
     LaunchRefused,
@@ -48,8 +49,7 @@ class AgreedOrder:
     Args:
         leaders: by rank, the rank that launches for it. Rank 0 is a leader.
         channels: the number of the transport's channels: see ``messages.LARGEST``.
-        freeze: once the order of the largest group has repeated for some steps, it is frozen: launched without messages
-            (:class:`~.static.StaticOrder`), until the configuration changes. Needs two channels.
+        freeze: see :meth:`let_freeze`. Needs two channels.
         describe: names a task, for messages.
         locate: returns the bytes that a task covers by its group's plan here; empty if the plan has no such task.
     """
@@ -88,7 +88,10 @@ class AgreedOrder:
         self._freezes = 0  # number of frozen orders so far
         self._asked = False  # an end of the frozen order was requested
         self._decider = OrderLeader(leaders, policy, describe, channels) if rank == 0 else None
-        self._pattern = ReadinessPattern() if rank == 0 and freeze else None
+        self._pattern: ReadinessPattern | None = None
+        self._may_freeze: set[int] = set()  # groups whose order may be static, as far as this rank knows
+        self._unwanted = False  # the group of the frozen order is not among these any more; only known on rank 0
+        self.let_freeze(freeze)
         self._static_digests: dict[int, dict[int, str]] = {}  # on rank 0: digests of static steps, by step and rank
         self._leaders = leaders
         self._launchers = sorted(set(leaders))
@@ -193,17 +196,41 @@ class AgreedOrder:
         if self._decider is not None:
             self._decider.use(policy)
 
+    def let_freeze(self, freeze: bool) -> None:
+        """``freeze``: once the order of the largest group has repeated for some steps, freeze it, if the group allows that:
+        launch it without messages (:class:`~.static.StaticOrder`), until the configuration changes. Rank 0 decides on that, so
+        only its value counts. A frozen order does not end by this call."""
+        if self._decider is None or freeze == (self._pattern is not None):
+            return
+        self._pattern = ReadinessPattern() if freeze else None
+
     # --- other events from Core ---
 
-    def add_group(self, group: int, nbytes: int) -> None:
-        """Add a group of ``nbytes`` bytes. Call it before the group's first task."""
+    def add_group(self, group: int, nbytes: int, may_freeze: bool) -> None:
+        """Add a group of ``nbytes`` bytes, whose order ``may_freeze``. Call it before the group's first task."""
         self._contributed[group] = (-1, [])
+        if may_freeze:
+            self._may_freeze.add(group)
         if self._decider is not None:
             self._decider.add_group(group, nbytes)
+
+    def may_freeze(self, group: int) -> bool:
+        return group in self._may_freeze
+
+    def keep_agreed(self, group: int) -> None:
+        """Note that the order of ``group`` must not be static any more, on this rank or another. Rank 0 ends one that is."""
+        if group not in self._may_freeze:
+            return
+        self._may_freeze.discard(group)
+        if self._decider is None:
+            self._outgoing.append(KeepAgreed(group))
+        elif self._frozen is not None and self._frozen.group == group:
+            self._unwanted = True
 
     def release(self, group: int) -> None:
         """Forget ``group``, which has had its last step."""
         self._thaw(group)
+        self._may_freeze.discard(group)
         self._contributed.pop(group, None)
         self._contributed_before.pop(group, None)
         if self._pattern is not None:
@@ -247,9 +274,9 @@ class AgreedOrder:
         return len(entries) if contributed == step else 0
 
     def wants_change(self) -> bool:
-        """Whether to request a change of configuration, because the frozen order does not fit any more. Any agreed change ends
-        a frozen order. True once for each frozen order."""
-        if self._frozen is None or not self._frozen.is_stale or self._asked:
+        """Whether to request a change of configuration, because the frozen order does not fit any more, or is not wanted. Any
+        agreed change ends a frozen order. True once for each frozen order."""
+        if self._frozen is None or self._asked or not (self._unwanted or self._frozen.is_stale):
             return False
         self._asked = True
         return True
@@ -309,7 +336,7 @@ class AgreedOrder:
             message = decode(record)
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"rank {rank} sent rank 0 a message that no order knows: {error!r}") from error
-        if self._leaders[rank] != rank and not isinstance(message, Leaves | FreezeRefused):
+        if self._leaders[rank] != rank and not isinstance(message, Leaves | FreezeRefused | KeepAgreed):
             raise ProtocolError(f"rank {rank} sent rank 0 a message that only leaders of hosts send: {message}")
         match message:
             case Leaves(left, steps):
@@ -317,6 +344,8 @@ class AgreedOrder:
                 self._rank_leaves(left, steps)
             case FreezeRefused(keys):
                 self._refused_freeze(rank, keys)
+            case KeepAgreed(group):
+                self.keep_agreed(group)
             case StaticStep(step, digest):
                 self._confirm_static(rank, step, digest)
             case LaunchRefused(first, launched):
@@ -384,7 +413,7 @@ class AgreedOrder:
             return
         task = self._ready[key]
         order = self._pattern.became_ready(task) if self._pattern is not None else None
-        if order is not None and self._frozen is None and decider.is_largest(key.group):
+        if order is not None and self._frozen is None and decider.is_largest(key.group) and key.group in self._may_freeze:
             keys = [LaunchKey(key.group, key.step, *place) for place in order]
             self._outgoing.append(Freeze(keys, self._digest_of(keys)))
             self._freeze(StaticOrder(key.group, key.step, order, self._credits[LARGEST], self._describe))
@@ -419,7 +448,7 @@ class AgreedOrder:
     def _freeze(self, frozen: StaticOrder) -> None:
         self._frozen = self._last_frozen = frozen
         self._freezes += 1
-        self._asked = False
+        self._asked = self._unwanted = False
         self._offers = [key for key in self._offers if not frozen.covers(key)]
         self._collecting = {key for key in self._collecting if not frozen.covers(key)}
         self._to_collect = [task for task in self._to_collect if not frozen.covers(LaunchKey.of(task))]

@@ -114,6 +114,13 @@ class FreezeRefused(OrderMessage):
 
 
 @dataclass(slots=True)
+class KeepAgreed(OrderMessage):
+    """On this rank the order of ``group`` must not be static."""
+
+    group: int
+
+
+@dataclass(slots=True)
 class StaticStep(OrderMessage):
     """This rank has launched all tasks of ``step`` in the static order; ``digest`` is the digest of these launches."""
 
@@ -156,7 +163,7 @@ class Leaves(OrderMessage):
 
 
 _KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (TasksReady, LaunchRefused, FreezeRefused, StaticStep, Launch, Freeze, Leaves)
+    kind.__name__: kind for kind in (TasksReady, LaunchRefused, FreezeRefused, KeepAgreed, StaticStep, Launch, Freeze, Leaves)
 }
 
 

@@ -79,17 +79,19 @@ def register_flat(
     as_dtype: Callable[[str], Any] = np.dtype,
     allocate: Callable[[int], tuple[Any, Any]] = _allocate,
     device: Device | None = None,
+    may_freeze: bool = False,
 ) -> tuple[TensorGroup, list[Any]]:
     """Register the tensors of ``manifest`` in new flat buffers of zeros. Collective. Return the group, and for each tensor a
     view of its place in a flat buffer. Raises as ``Session.register``.
 
     ``as_dtype`` returns the engine's type for a dtype's name, because numpy does not know all types that engines have, such as
     bfloat16. ``allocate`` returns so many zero bytes, as an array of uint8 and as ``Session.register`` takes them with
-    ``device``; by default they are a numpy array.
+    ``device``; by default they are a numpy array. ``may_freeze`` is as for ``Session.register``.
     """
     flat = {dtype: allocate(nbytes) for dtype, nbytes in manifest.buffer_bytes.items()}
     views = []
     for tensor, spec in enumerate(manifest.tensors):
         values, start = flat[spec.dtype][0], manifest.offset(tensor)
         views.append(values[start : start + spec.nbytes].view(as_dtype(spec.dtype)).reshape(spec.shape))
-    return session.register(manifest, {dtype: buffer for dtype, (_, buffer) in flat.items()}, device), views
+    buffers = {dtype: buffer for dtype, (_, buffer) in flat.items()}
+    return session.register(manifest, buffers, device, may_freeze=may_freeze), views

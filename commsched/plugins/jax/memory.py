@@ -104,7 +104,7 @@ class HostGradients:
     """See ``FlatGradients``. Arrays are numpy arrays."""
 
     def __init__(self, session: commsched.Session, manifest: Manifest) -> None:
-        self.group, self._views = register_flat(session, manifest, as_dtype=jnp.dtype)
+        self.group, self._views = register_flat(session, manifest, as_dtype=jnp.dtype, may_freeze=True)
 
     def submit(self, tensor: int, gradient: Any) -> None:
         np.copyto(self._views[tensor], self._here(tensor, gradient))
@@ -127,7 +127,7 @@ class DeviceGradients:
     def __init__(self, session: commsched.Session, manifest: Manifest, device: Device) -> None:
         self._device = device
         flat = {dtype: device.allocate(nbytes) for dtype, nbytes in manifest.buffer_bytes.items()}
-        self.group = session.register(manifest, flat, device)
+        self.group = session.register(manifest, flat, device, may_freeze=True)
         self._places = [
             flat[spec.dtype][manifest.offset(tensor) : manifest.offset(tensor) + spec.nbytes]
             for tensor, spec in enumerate(manifest.tensors)

@@ -162,7 +162,8 @@ class GradientExchange(RoundExchange):
         )
         require_equal_values(self._session, list(trained.values()))
         what = f"'{next(iter(trained))}' and {len(names) - 1} more"
-        rounds = Rounds(self._session, what, Manifest(tuple(spec_of(name, trained[name].data()) for name in names)), names)
+        manifest = Manifest(tuple(spec_of(name, trained[name].data()) for name in names))
+        rounds = Rounds(self._session, what, manifest, names, may_freeze=True)
         self._slots = [Slot(trained[place.name], place) for place in rounds.queued.places]
         return rounds
 

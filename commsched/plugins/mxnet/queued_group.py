@@ -42,7 +42,8 @@ class BufferPlace:
 
 
 class QueuedGroup:
-    """Queues the averages of the tensors of ``manifest``. The constructor is collective.
+    """Queues the averages of the tensors of ``manifest``. The constructor is collective. ``may_freeze`` is as for
+    ``Session.register``.
 
     Call the public methods from the training thread only. Section headings and docstrings below name the threads that call the
     private methods.
@@ -51,10 +52,10 @@ class QueuedGroup:
         ManifestMismatch: see ``Session.register``.
     """
 
-    def __init__(self, session: commsched.Session, manifest: Manifest) -> None:
+    def __init__(self, session: commsched.Session, manifest: Manifest, may_freeze: bool) -> None:
         self.session = session
         self.round = 0
-        self._group, places = register_flat(session, manifest)
+        self._group, places = register_flat(session, manifest, may_freeze=may_freeze)
         self.places = [BufferPlace(spec.name, place) for spec, place in zip(manifest.tensors, places)]
         self._lock = threading.Lock()  # guards the three fields below
         self._begun: dict[int, Operation] = {}  # by tensor: the operation that waits for the average

@@ -20,11 +20,13 @@ from .queued_group import QueuedGroup
 
 class Rounds:
     """The queued averages of one exchange, and what the ranks compare in each round: an agreement on the parameters
-    ``flagged``, and all weights. ``what`` names the optimizer in errors, and is unique in the session. Making one is
-    collective."""
+    ``flagged``, and all weights. ``what`` names the optimizer in errors, and is unique in the session. ``may_freeze`` is as for
+    ``Session.register``. Making one is collective."""
 
-    def __init__(self, session: commsched.Session, what: str, manifest: Manifest, flagged: Sequence[str]) -> None:
-        self.queued = QueuedGroup(session, manifest)
+    def __init__(
+        self, session: commsched.Session, what: str, manifest: Manifest, flagged: Sequence[str], *, may_freeze: bool
+    ) -> None:
+        self.queued = QueuedGroup(session, manifest, may_freeze)
         self.agreement = Agreement(session, what, flagged)
         names, nbytes = [spec.name for spec in manifest.tensors], [spec.nbytes for spec in manifest.tensors]
         self.weights = ComparedWeights(session, what, names, nbytes)

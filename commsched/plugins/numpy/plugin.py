@@ -122,7 +122,11 @@ class ScheduledOptimizer:
             specs.append(TensorSpec(f"{index}.{name}", parameter.shape, parameter.dtype.name))
         parameters = [layers[index].parameters[name] for index, name in slots]
         self._group, places = register_flat(
-            self._session, Manifest(tuple(specs)), allocate=partial(self._allocate, parameters), device=self._device
+            self._session,
+            Manifest(tuple(specs)),
+            allocate=partial(self._allocate, parameters),
+            device=self._device,
+            may_freeze=True,  # ``step`` is called after backward
         )
         self._tensors: list[list[int]] = [[] for _ in layers]
         for tensor, (place, (index, name)) in enumerate(zip(places, slots)):

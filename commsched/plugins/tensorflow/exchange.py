@@ -84,7 +84,9 @@ class GradientExchange:
             for index in self._forward
         ]
         manifest = Manifest(tuple(specs))
-        self._group, views = register_flat(session, manifest, as_dtype=lambda name: tf.as_dtype(name).as_numpy_dtype)
+        self._group, views = register_flat(
+            session, manifest, as_dtype=lambda name: tf.as_dtype(name).as_numpy_dtype, may_freeze=True
+        )
         self._views: dict[int, NDArray[Any]] = dict(zip(self._forward, views))
         self._places = {index: place for place, index in enumerate(self._forward)}
         self._bundles = self._bundle()

@@ -233,11 +233,17 @@ def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:
 
 
 def register_on(
-    session: commsched.Session, device: Device, specs: Sequence[TensorSpec]
+    session: commsched.Session, device: Device, specs: Sequence[TensorSpec], may_freeze: bool = False
 ) -> tuple[TensorGroup, list[torch.Tensor]]:
     """Register tensors, in forward order, in new flat buffers on ``device``. See :func:`register_flat`."""
-    manifest, as_dtype = Manifest(tuple(specs)), partial(getattr, torch)
-    return register_flat(session, manifest, as_dtype=as_dtype, allocate=device.allocate, device=device.layer)
+    return register_flat(
+        session,
+        Manifest(tuple(specs)),
+        as_dtype=partial(getattr, torch),
+        allocate=device.allocate,
+        device=device.layer,
+        may_freeze=may_freeze,
+    )
 
 
 def init_for(parameters: Iterable[torch.Tensor]) -> commsched.Session:

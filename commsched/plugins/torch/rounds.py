@@ -247,6 +247,11 @@ class Round:
                     gradient = slot.parameter.grad
                     if slot.proxies or gradient is not None:
                         self._submit(slot, gradient)
+            if live and self._missing > 0:
+                # Backward was over before these gradients were submitted. Meanwhile this rank may have waited for another one
+                # that reads averages, which must not wait for them. A static order would.
+                for group in places.groups:
+                    group.keep_agreed()
             for slot in places.late if live else ():
                 self._unfrozen = self._unfrozen or slot.state in CONTRIBUTED or slot.parameter.requires_grad
             places.flags.offer_used(live, self._unfrozen, False, [slot.state in CONTRIBUTED for slot in places.all])

@@ -397,7 +397,7 @@ def give_places(session: commsched.Session, device: Device, slots: Sequence[Slot
     Raises ManifestMismatch if the ranks' parameters differ, and UnsupportedError if the type of a parameter cannot be
     averaged."""
     specs = _aligned(slots)
-    group, views = register_on(session, device, [spec for each in specs for spec in each])
+    group, views = register_on(session, device, [spec for each in specs for spec in each], may_freeze=True)
     first = 0
     for slot, (spec, *beside) in zip(slots, specs):
         last = first + len(beside)

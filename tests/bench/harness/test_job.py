@@ -130,7 +130,7 @@ def test_agreement_at_rank_0(tmp_path):
             ["collectives", "--workers", "32", "--ranks-per-host", "16", "--bandwidth", "1gbit", "--wire", "bfloat16"],
             "wire='bfloat16' rounds sums of 16 ranks per host of 32, so that results could not be checked; take fewer of them",
         ),
-        (["idle", "--order", "any"], "order='any' is unknown; there are: agreed, static"),
+        (["idle", "--order", "any"], "order='any' is unknown; there are: auto, agreed, static"),
         (
             ["collectives", "--workers", "4", "--ranks-per-host", "2"],
             "ranks-per-host=2: it must divide workers=4 and leave",

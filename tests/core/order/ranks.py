@@ -56,7 +56,7 @@ class Ranks:
         self.kinds: Counter[tuple[int, int, str]] = Counter()  # messages by sender, receiver and kind
         for order in self.orders:
             for group in range(2):
-                order.add_group(group, NBYTES * (tasks - group))
+                order.add_group(group, NBYTES * (tasks - group), may_freeze=True)
         self.started: list[list[CommTask]] = [[] for _ in range(size)]
         self.how: list[list[str]] = [[] for _ in range(size)]
         self.wires: dict[tuple[int, int], deque[Any]] = {}

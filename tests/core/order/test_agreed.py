@@ -242,7 +242,7 @@ def test_launches_of_a_group_that_was_the_largest_keep_out_of_the_way_of_a_stati
             ranks.deliver_all()
     all_ready(ranks, range(TASKS))
     for order in ranks.orders:
-        order.add_group(1, 3 * TASKS * NBYTES)  # now the largest
+        order.add_group(1, 3 * TASKS * NBYTES, may_freeze=True)  # now the largest
     done = [3 * (STABLE_STEPS + 1)] * 2
     if known:  # the bytes of rank 0 have left, and those of rank 1 have not
         for _ in range(TASKS):
@@ -377,6 +377,65 @@ def test_steps_that_are_alike_need_no_messages_until_the_plan_changes() -> None:
     assert {key.step for key in ranks.launched(1, AGREED)} == {*range(frozen_from), frozen_from + 2}
 
 
+def test_an_order_may_become_static_from_any_moment_on_until_it_may_not() -> None:
+    ranks = Ranks(2, credit_bytes=2 * TASKS * NBYTES)
+    for step in range(STABLE_STEPS + 2):
+        Step(ranks, step).run()
+    for partition in reversed(range(TASKS)):
+        if partition == TASKS // 2:
+            for order in ranks.orders:
+                order.let_freeze(True)
+        for rank in range(2):
+            ranks.add(rank, make_task(STABLE_STEPS + 2, partition))
+        ranks.deliver_all()
+    assert ranks.launched(1, STATIC) == []
+    first = STABLE_STEPS + 3  # the first step that the pattern has seen from its beginning
+    frozen_from = first + STABLE_STEPS + 1
+    for step in range(first, frozen_from + 1):
+        Step(ranks, step).run()
+    assert {key.step for key in ranks.launched(1, STATIC)} == {frozen_from}
+    for order in ranks.orders:
+        order.let_freeze(False)
+    Step(ranks, frozen_from + 1).run()  # a frozen order ends with a change of the plan only
+    assert {key.step for key in ranks.launched(1, STATIC)} == {frozen_from, frozen_from + 1}
+    for order in ranks.orders:
+        order.recut(0)
+    for step in range(frozen_from + 2, frozen_from + 2 * STABLE_STEPS):
+        Step(ranks, step).run()
+    assert {key.step for key in ranks.launched(1, STATIC)} == {frozen_from, frozen_from + 1}
+
+
+def test_the_order_of_a_group_that_may_not_freeze_stays_agreed() -> None:
+    ranks = Ranks(2, credit_bytes=2 * NBYTES, freeze=True)
+    for order in ranks.orders:
+        order.release(0)
+        order.add_group(0, NBYTES * TASKS, may_freeze=False)
+    run_until_frozen(ranks)
+    assert ranks.launched(0, STATIC) == []
+
+
+@pytest.mark.parametrize("asker", [0, 1, 3])
+def test_a_static_order_ends_if_any_rank_asks_for_it(asker: int) -> None:
+    """Rank 3 is led by another."""
+    ranks = Ranks(4, credit_bytes=2 * NBYTES, freeze=True, per_host=2)
+    step = run_until_frozen(ranks)
+    assert not any(order.wants_change() for order in ranks.orders)
+    for _ in range(2):
+        ranks.orders[asker].keep_agreed(0)
+        ranks.settle(asker)
+    ranks.deliver_all()
+    assert ranks.kinds[asker, 0, "KeepAgreed"] == (asker != 0)
+    assert [order.wants_change() for order in ranks.orders] == [True, False, False, False]
+    assert not ranks.orders[0].wants_change()
+    for order in ranks.orders:
+        order.recut(0)
+    for _ in range(STABLE_STEPS + 2):
+        Step(ranks, step).run()
+        step += 1
+    assert not any(order.is_static for order in ranks.orders)
+    assert [order.may_freeze(0) for order in ranks.orders] == [False, *(rank != asker for rank in (1, 2, 3))]
+
+
 def run_until_frozen(ranks: Ranks) -> int:
     """The next step."""
     for step in range(STABLE_STEPS + 2):
@@ -445,7 +504,7 @@ def test_only_the_largest_group_is_frozen() -> None:
 def test_one_that_is_larger_and_comes_later_is_agreed_on() -> None:
     ranks, step = frozen()
     for order in ranks.orders:
-        order.add_group(2, 100 * NBYTES)
+        order.add_group(2, 100 * NBYTES, may_freeze=True)
     for other in range(STABLE_STEPS + 2):
         Step(ranks, other, group=2).run()
     Step(ranks, step).run()
@@ -469,7 +528,7 @@ def test_what_rank_0_announces_after_its_static_order_comes_after_the_rest_of_th
         step_of_both(step, (1, 0), ALL_GATHER)
         step += 1
     for order in ranks.orders:
-        order.add_group(2, 10**6)  # larger than the static one
+        order.add_group(2, 10**6, may_freeze=True)  # larger than the static one
     before = [len(started) for started in ranks.started]
     step_of_both(step, (1, 0), REDUCE_SCATTER)
     step_of_both(step, (1,), ALL_GATHER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -37,7 +38,7 @@ WORLDS = {"alone": ordered_world, "in pairs": hierarchy(lambda rank: rank // 2, 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_last_step_that_all_break_off_is_no_hindrance_to_closing(order: str, ready: list[int], world: str) -> None:
     def body(world: CheckedWorld, rank: int) -> None:
-        with world.core(rank, CONFIG, order) as core:
+        with world.core(rank, replace(CONFIG, order=order)) as core:
             tensors = trained(core, world, rank)
             assert core.is_static == (order == "static")
             tensors.begin(rank, ready)
@@ -55,7 +56,7 @@ def test_who_waits_for_what_one_rank_has_broken_off_is_told_so(order: str, notif
     closed = threading.Event()
 
     def body(world: CheckedWorld, rank: int) -> None:
-        with world.core(rank, CONFIG, order) as core:
+        with world.core(rank, replace(CONFIG, order=order)) as core:
             tensors = trained(core, world, rank)
             world.gather(rank, None)  # a leader may end the job as soon as a rank of its host has left
             if rank == quitter:
@@ -83,7 +84,7 @@ def test_a_change_that_is_wanted_by_a_static_order_does_not_undo_another() -> No
     wanted = SchedulerConfig(1200, 4800)
 
     def body(world: CheckedWorld, rank: int) -> None:
-        with world.core(rank, CONFIG, "static") as core:
+        with world.core(rank, replace(CONFIG, order="static")) as core:
             tensors = trained(core, world, rank)
             for step in range(3 * STABLE_STEPS):
                 if rank == 0 and step == STABLE_STEPS - 1:

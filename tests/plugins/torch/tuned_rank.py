@@ -12,13 +12,14 @@ import copy
 import json
 import random
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 import commsched
-from commsched import SchedulerConfig, Session
+from commsched import Session
 from commsched.plugins.torch import ScheduledOptimizer
 
 
@@ -44,7 +45,9 @@ def train(session: Session, model: nn.Module, how: str, steps: int) -> dict[str,
         if session.rank == 0 and step % 7 == 0 and how == "policies":
             partition_bytes = choose.choice([12_000, 20_000, 64_000, 10**6])
             kind = choose.choice([{}, {"policy": "fifo"}, {"collective": "rsag"}])
-            session.reconfigure(SchedulerConfig(partition_bytes, partition_bytes * choose.choice([1, 3]), **kind))
+            sizes = {"partition_bytes": partition_bytes, "credit_bytes": partition_bytes * choose.choice([1, 3])}
+            usual = {"policy": "priority", "collective": "all_reduce"}
+            session.reconfigure(replace(session.core.next_config, **{**usual, **sizes, **kind}))
         generator = torch.Generator().manual_seed(1000 * session.rank + step)
         inputs = torch.randn(3, 10, generator=generator, dtype=torch.float64)
         optimizer.zero_grad()

@@ -53,7 +53,7 @@ def open_transport(context: TransportContext) -> CollectiveTransport:
     try:
         for channel in range(_CHANNELS):
             store = GatherStore(context.gather, world.world_size)
-            static = channel == LARGEST and context.settings.order == "static"
+            static = channel == LARGEST and context.settings.order != "agreed"  # auto: it may become static
             patience_seconds = _STATIC_PATIENCE_SECONDS if static else _patience_seconds(context)
             make = partial(GlooChannel, world.rank, world.world_size, listener.made, store, within, patience_seconds)
             channels.append(unless_job_fails(make, context.when_failed))

@@ -34,14 +34,14 @@ def checked(check: Callable[[OpenSession, int], None]) -> None:
     world = detect_world(os.environ)
     sessions = itertools.count()
 
-    def open_one(config: SchedulerConfig, order: str) -> Session:
+    def open_one(config: SchedulerConfig) -> Session:
         keywords = {
             "partition": config.partition_bytes,
             "credit": config.credit_bytes,
             "policy": config.policy,
             "collective": "rsag" if config.collective == "rsag" else "auto",  # which lets norms be told
             "fusion": config.fusion_bytes,
-            "order": order,
+            "order": config.order,
             "rendezvous": f"{os.environ['COMMSCHED_RENDEZVOUS']}.{next(sessions)}",
         }
         return open_session(world, Settings.load(keywords, os.environ))
