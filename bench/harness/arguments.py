@@ -111,7 +111,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "lane": {"metavar": "{tcp,grpc}", "help": "connections to the parameter server", "absent": "tcp"},
     "flows": {"type": at_least(1), "metavar": "N", "help": "connections between a rank and a server, over ps by tcp"},
     "security": {"metavar": "{none,tls}", "help": "encryption, over ps"},
-    "order": {"help": "how ranks agree on the order of collectives: agreed or static"},
+    "order": {"help": "how ranks agree on the order of collectives: auto, agreed or static"},
     "policy": {"help": "policy of the scheduler"},
     "collective": {"help": "all_reduce, rsag (reduce-scatter and all-gather), or auto"},
     "wire": {"help": "dtype in which gradients travel: none, bfloat16 or float16"},

@@ -86,7 +86,8 @@ class ScheduledSystem:
             raise TransportError(f"rank {self._context.session.rank} runs {config}, but {self._wanted} was to be measured")
         if self._wanted.order == "static" and not self._context.session.core.is_static:
             raise TransportError(
-                f"rank {self._context.session.rank} launches in an agreed order, but a static one was to be measured"
+                f"rank {self._context.session.rank} launches in an agreed order, but a static one was to be measured: its "
+                "order does not repeat itself; compare with +agreed"
             )
 
     def forward(self, step: int) -> torch.Tensor:

@@ -147,7 +147,7 @@ def _measure(
             _shared=opened.shared,
         )
         if (carrier, collective) in on_commsched:
-            progress.say(f"choosing partition and credit over {carrier.transport}, and measuring the cost of a message")
+            progress.say(f"choosing partition, credit and order over {carrier.transport}, and measuring the cost of a message")
             context = _with_sizes(context, network.message_bytes)
         contexts[carrier, collective] = context
     made = {}

@@ -185,7 +185,12 @@ class Core:
     @property
     def is_static(self) -> bool:
         """Whether a static order is in use now, instead of agreement on each launch."""
-        return self._agreement is not None and self._agreement.is_static
+        return self.static_group is not None
+
+    @property
+    def static_group(self) -> int | None:
+        """The group whose launches have a static order now; None if every launch is agreed on."""
+        return self._agreement.static_group if self._agreement is not None else None
 
     def may_freeze(self, group: int) -> bool:
         """Whether the order of launches of ``group`` may become static, as far as this rank knows; see :meth:`add_group`. Any
@@ -971,7 +976,7 @@ class Core:
             missing = [tensor for tensor in range(len(group.proxies)) if tensor not in made]
             here = [group.proxies[tensor].name for tensor in missing if tensor in together]
             elsewhere = [group.proxies[tensor].name for tensor in missing if tensor not in together]
-            return progress_of(here, elsewhere, self.is_static)
+            return progress_of(here, elsewhere, self.static_group == place.group)
 
     # --- reports to rank 0 ---
 

@@ -99,10 +99,10 @@ def first_line(
     config: SchedulerConfig,
     manifest: Manifest,
     one_per_host: bool = False,
-    may_freeze: bool = False,
+    may_become_static: bool = False,
 ) -> str:
     """The line that describes the job, for the tensors of ``manifest``, cut and ordered by ``config``. ``ordered``: all ranks
-    of ``transport`` launch in one order, which may become static if ``may_freeze``. ``one_per_host``: the ranks of a host sum
+    of ``transport`` launch in one order, and that order ``may_become_static``. ``one_per_host``: the ranks of a host sum
     before one of them uses the network."""
     way = f"{transport} over {settings.lane}" if transport == "ps" else transport
     if transport == "ps" and settings.flows > 1:
@@ -121,7 +121,7 @@ def first_line(
     if config.collective != "all_reduce":
         parts.append(config.collective)
     if ordered:
-        at_first = may_freeze and choosing and settings.order == "auto" and settings.tune is None
+        at_first = may_become_static and choosing and settings.order == "auto" and settings.tune is None
         parts.append(f"{config.order} order{' at first' if at_first else ''}")
     if settings.wire != "none":
         parts.append(f"{settings.wire} on the wire")

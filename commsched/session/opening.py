@@ -357,8 +357,8 @@ def _first_lines(
 ) -> list[str]:
     ordered, config = session.transport.ordered, session.core.config
     one_per_host = session.transport.one_per_host
-    may_freeze = session.transport.channels > 1
-    line = first_line(settings, transport, ordered, session.world_size, hosts, config, manifest, one_per_host, may_freeze)
+    may_be_static = session.transport.channels > 1 and not (one_per_host and hosts == 1)
+    line = first_line(settings, transport, ordered, session.world_size, hosts, config, manifest, one_per_host, may_be_static)
     more = no_rank_line(world, os.environ)
     return [line] if more is None else [line, more]
 

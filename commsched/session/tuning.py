@@ -59,8 +59,8 @@ def start_choosing(session: Session, settings: Settings, job: JobFacts, say: Cal
 
     meter = _meter(session, lambda report: None)  # there are no windows to report
     context = _context(session, settings, job, meter, say)
-    sizes = AutoChoice(context)
-    _start(session, context, sizes.run, lambda why: None, Assessor(session, context, sizes.profiled))
+    choice = AutoChoice(context)
+    _start(session, context, choice.run, lambda why: None, Assessor(session, context, choice.profiled))
 
 
 def start_assessing(session: Session, settings: Settings, job: JobFacts, say: Callable[[str], None]) -> None:
@@ -177,9 +177,8 @@ def _context(
     trials = TrialRunner(session, meter.main_group, SETTLE_STEPS)
     learner = Learner(job, meter, session.observe, lambda: trials.stopped, most_seconds_per_byte(job, settings))
     core = session.core
-    return TuningContext(
-        settings, job, meter, trials, learner, lambda: core.next_config, say, core.may_freeze, lambda: core.is_static
-    )
+    is_static = lambda group: core.static_group == group  # noqa: E731
+    return TuningContext(settings, job, meter, trials, learner, lambda: core.next_config, say, core.may_freeze, is_static)
 
 
 def _start(session: Session, context: TuningContext, search: Search, end: Callable[[str], None], assessor: Assessor) -> None:

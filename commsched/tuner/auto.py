@@ -106,8 +106,12 @@ class AutoChoice:
         incumbent, self._profiled = self._context.current(), None
         self._used, self._profiles = [incumbent], {}
         job, settings = self._context.job, self._context.settings
-        is_open = settings.order == "auto" and job.freezes and manifest.nbytes >= MIN_TELLING_BYTES
-        self._chooses_order = is_open and self._context.may_freeze(group)
+        self._chooses_order = (
+            settings.order == "auto"
+            and job.freezes
+            and manifest.nbytes >= MIN_TELLING_BYTES
+            and (self._context.may_freeze(group) or incumbent.order == "static")
+        )
         space = Space(
             self._agreed(incumbent),
             manifest.nbytes,
@@ -130,6 +134,8 @@ class AutoChoice:
     def _given_up(self, error: Exception) -> Chosen:
         """Keep the fastest sizes that were measured before ``error``."""
         incumbent, current = self._used[0], self._context.current()
+        if self._chooses_order:  # a static order is kept only when it was compared
+            self._profiles = {config: each for config, each in self._profiles.items() if config.order != "static"}
         if current not in self._used:  # somebody else has changed the configuration; it stays
             kept = current
         else:
@@ -181,14 +187,17 @@ class AutoChoice:
             if self._seconds(half) > (1 - LEAST_HALF_GAIN) * self._seconds(kept):
                 break
             kept = half
-        if self._chooses_order:
+        if self._chooses_order and context.may_freeze(group):
             static = replace(kept, order="static")
-            if (over := self._measure(group, manifest, static)) is not None:
-                return over
-            if not context.is_static():  # readiness does not repeat itself, so an agreed order was measured
-                del profiles[static]
-            elif self._seconds(static) <= (1 + MOST_STATIC_LOSS) * self._seconds(kept) and not self._is_slower(static, kept):
-                kept = static
+            if not self._use(group, static):
+                return Chosen(incumbent, static, "unfinished")
+            if context.is_static(group):  # otherwise readiness does not repeat itself
+                if (over := self._measure(group, manifest, static)) is not None:
+                    return over
+                if not (context.is_static(group) and context.may_freeze(group)):  # it ended meanwhile
+                    del profiles[static]
+                elif self._is_worth_keeping(static, kept):
+                    kept = static
         if kept != self._used[-1] and not self._use(group, kept):
             return Chosen(incumbent, kept, "unfinished")
         self._profiled = group, profiles[kept]
@@ -232,6 +241,10 @@ class AutoChoice:
         error = math.hypot(self._error(config), self._error(fastest))
         least = max(EQUAL_MEASUREMENTS * self._seconds(fastest), CLEAR_ERRORS * error)
         return self._seconds(config) > self._seconds(fastest) + least
+
+    def _is_worth_keeping(self, static: SchedulerConfig, agreed: SchedulerConfig) -> bool:
+        seconds = self._seconds(static)
+        return seconds <= (1 + MOST_STATIC_LOSS) * self._seconds(agreed) and not self._is_slower(static, agreed)
 
     def _best(self) -> SchedulerConfig:
         """The fastest configuration. Of those that are as fast within :data:`EQUAL_MEASUREMENTS`, the one with the largest

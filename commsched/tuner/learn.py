@@ -68,7 +68,7 @@ class JobFacts:
 class TuningContext:
     """The parts that a search uses, all on rank 0. ``current`` returns the configuration agreed on last. ``say`` prints a line
     for the user. ``may_freeze`` says of a group whether its plugin allows a static order, ``is_static`` whether
-    an order is static now."""
+    it has one now."""
 
     settings: Settings
     job: JobFacts
@@ -78,7 +78,7 @@ class TuningContext:
     current: Callable[[], SchedulerConfig]
     say: Callable[[str], None]
     may_freeze: Callable[[int], bool] = lambda group: False
-    is_static: Callable[[], bool] = lambda: False
+    is_static: Callable[[int], bool] = lambda group: False
 
 
 class FirstSizes:

@@ -184,7 +184,7 @@ def test_the_configuration_is_that_in_use() -> None:
 )
 def test_it_says_whether_the_order_is_open(settings: dict[str, Any], may_freeze: bool, manifest: Manifest, order: str) -> None:
     given = Settings.load(settings, {})
-    line = first_line(given, "gloo", True, 4, 2, given.scheduler, manifest, may_freeze=may_freeze)
+    line = first_line(given, "gloo", True, 4, 2, given.scheduler, manifest, may_become_static=may_freeze)
     assert line.endswith(f"priority, {order}")
 
 

@@ -144,6 +144,7 @@ class Job:
         self._left = ends_after
         self._error = error
         self._waited = 0  # steps since the configuration changed
+        self.may_freeze = may_freeze
         me, facts = _any(self), JobFacts(2, "made up", freezes, "127.0.0.1", 1, workers, servers, freezes=freezes)
         self.sizes = AutoChoice(
             TuningContext(
@@ -154,8 +155,8 @@ class Job:
                 me,
                 lambda: self.current,
                 self.lines.append,
-                lambda group: may_freeze,
-                lambda: repeats and self.current.order == "static" and self._waited >= 10,
+                lambda group: self.may_freeze,
+                lambda group: repeats and self.current.order == "static" and self._waited >= 10,
             )
         )
 
@@ -671,6 +672,32 @@ class Varying(Job):
         return profile and replace(profile, samples=tuple(seconds * (1 + 0.03 * each) for each in (-1, -1, 0, 1, 1)))
 
 
+def test_a_plugin_may_say_that_the_order_stays_agreed_while_a_static_one_is_measured() -> None:
+    class Late(Job):
+        def profile(self, group: int, manifest: Manifest) -> Measured | None:
+            self.may_freeze = self.may_freeze and self.current.order != "static"
+            return super().profile(group, manifest)
+
+    job = Late(costs_of_static(-0.1), bowl(500_000, 4), freezes=True)
+    chosen = job.run()
+    assert chosen is not None
+    assert [config.order for config in job.used[-2:]] == ["static", "agreed"]
+    assert chosen.kept.order == job.current.order == "agreed"
+
+
+def test_a_later_choice_gives_up_a_static_order_that_is_not_allowed_any_more() -> None:
+    for sizes in ({}, {"partition": "4MB", "credit": "16MB"}):
+        job = Job(costs_of_static(-0.1), bowl(500_000, 4), settings=Settings.load(sizes, {}), freezes=True)
+        job.run()
+        assert job.current.order == "static"
+        job.may_freeze = False
+        job.used.clear()
+        again = job.run()
+        assert again is not None
+        assert {config.order for config in job.used} == {"agreed"}
+        assert job.current == again.kept
+
+
 def test_an_order_that_does_not_repeat_itself_stays_agreed() -> None:
     job = Job(costs_of_static(-0.1), bowl(500_000, 4), freezes=True, repeats=False)
     chosen = job.run()
@@ -679,6 +706,23 @@ def test_an_order_that_does_not_repeat_itself_stays_agreed() -> None:
     assert chosen.kept.order == job.current.order == "agreed"
     [line] = job.lines
     assert "static" not in line
+
+
+def test_an_error_while_a_static_order_is_measured_keeps_the_agreed_one() -> None:
+    class Broken(Varying):
+        profiles = 0
+
+        def profile(self, group: int, manifest: Manifest) -> Measured | None:
+            self.profiles += self.current.order == "static"
+            if self.profiles > 1:
+                raise RuntimeError("no more")
+            return super().profile(group, manifest)
+
+    job = Broken(costs_of_static(-0.1), bowl(500_000, 4), freezes=True)
+    chosen = job.run()
+    assert job.profiles == 2
+    assert chosen is not None
+    assert chosen.kept.order == job.current.order == "agreed"
 
 
 @pytest.mark.parametrize("order", ["agreed", "static"])

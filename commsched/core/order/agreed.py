@@ -90,6 +90,8 @@ class AgreedOrder:
         self._decider = OrderLeader(leaders, policy, describe, channels) if rank == 0 else None
         self._pattern: ReadinessPattern | None = None
         self._may_freeze: set[int] = set()  # groups whose order may be static, as far as this rank knows
+        self._kept_agreed: set[int] = set()  # on rank 0: groups of which another rank said so before they were added here
+        self._next_group = 0  # the number after that of the group that was added last
         self._unwanted = False  # the group of the frozen order is not among these any more; only known on rank 0
         self.let_freeze(freeze)
         self._static_digests: dict[int, dict[int, str]] = {}  # on rank 0: digests of static steps, by step and rank
@@ -209,8 +211,10 @@ class AgreedOrder:
     def add_group(self, group: int, nbytes: int, may_freeze: bool) -> None:
         """Add a group of ``nbytes`` bytes, whose order ``may_freeze``. Call it before the group's first task."""
         self._contributed[group] = (-1, [])
-        if may_freeze:
+        self._next_group = group + 1
+        if may_freeze and group not in self._kept_agreed:
             self._may_freeze.add(group)
+        self._kept_agreed.discard(group)
         if self._decider is not None:
             self._decider.add_group(group, nbytes)
 
@@ -219,6 +223,8 @@ class AgreedOrder:
 
     def keep_agreed(self, group: int) -> None:
         """Note that the order of ``group`` must not be static any more, on this rank or another. Rank 0 ends one that is."""
+        if group >= self._next_group:
+            self._kept_agreed.add(group)
         if group not in self._may_freeze:
             return
         self._may_freeze.discard(group)
@@ -438,6 +444,12 @@ class AgreedOrder:
     def is_static(self) -> bool:
         """Whether this rank uses a frozen order now."""
         return self._frozen is not None
+
+    @property
+    def static_group(self) -> int | None:
+        """The group whose order is frozen now on this rank."""
+        frozen = self._frozen
+        return frozen.group if frozen is not None else None
 
     def _thaw(self, group: int) -> None:
         if self._frozen is not None and self._frozen.group == group:

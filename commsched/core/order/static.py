@@ -78,7 +78,8 @@ class StaticOrder:
     """One group's launches from step ``first_step`` on, within ``credit``.
 
     Freedom from deadlock requires that a group's gradients become ready without waiting for an average of the same group and
-    step. Plugins guarantee this. All other tasks (flags, other models) are launched in an agreed order on another channel.
+    step, or for another rank that may wait for one (``may_freeze`` of ``Session.register``). All other tasks (flags, other
+    models) are launched in an agreed order on another channel.
     """
 
     def __init__(

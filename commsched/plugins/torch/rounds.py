@@ -195,7 +195,8 @@ class Round:
         if self._missing == 0 and not any(
             late.state in BEFORE_SUBMISSION and late.parameter.requires_grad for late in self._places.late
         ):
-            self.submit_rest()  # now: another rank may read averages while this one waits elsewhere before step()
+            # Now: another rank may read averages while this one waits elsewhere before step().
+            self.submit_rest(in_backward=True)
 
     def _submit(self, slot: Slot, gradient: torch.Tensor | None) -> None:
         """Put ``gradient`` (None: zeros) into the buffer and notify the core. From here on the average is outstanding."""
@@ -233,9 +234,10 @@ class Round:
         else:
             self._places.device.when_written(slot.notify_ready)
 
-    def submit_rest(self, live: bool = True) -> None:
+    def submit_rest(self, live: bool = True, in_backward: bool = False) -> None:
         """Submit the gradients that backward did not produce (zeros, unless one was accumulated before), and the first flags.
         Waits for no other rank. ``live`` is False if this rank has run out of batches before the round."""
+        is_late = False
         self.without.forget()
         with self._lock:
             if self.state is not RoundState.OPEN:
@@ -246,10 +248,11 @@ class Round:
                 if slot.state in BEFORE_SUBMISSION:
                     gradient = slot.parameter.grad
                     if slot.proxies or gradient is not None:
+                        is_late = is_late or bool(slot.proxies)
                         self._submit(slot, gradient)
-            if live and self._missing > 0:
-                # Backward was over before these gradients were submitted. Meanwhile this rank may have waited for another one
-                # that reads averages, which must not wait for them. A static order would.
+            if is_late and live and not in_backward:
+                # Since backward was over, this rank may have waited for another one that reads averages. Those must not wait
+                # for the gradients that came only now, as in a static order.
                 for group in places.groups:
                     group.keep_agreed()
             for slot in places.late if live else ():

@@ -436,6 +436,16 @@ def test_a_static_order_ends_if_any_rank_asks_for_it(asker: int) -> None:
     assert [order.may_freeze(0) for order in ranks.orders] == [False, *(rank != asker for rank in (1, 2, 3))]
 
 
+def test_what_a_rank_says_of_a_group_that_rank_0_has_yet_to_add_is_not_lost() -> None:
+    ranks = Ranks(2, credit_bytes=2 * NBYTES, freeze=True)
+    ranks.orders[1].add_group(2, 100 * NBYTES, may_freeze=True)
+    ranks.orders[1].keep_agreed(2)
+    ranks.settle(1)
+    ranks.deliver_all()
+    ranks.orders[0].add_group(2, 100 * NBYTES, may_freeze=True)
+    assert not ranks.orders[0].may_freeze(2)
+
+
 def run_until_frozen(ranks: Ranks) -> int:
     """The next step."""
     for step in range(STABLE_STEPS + 2):
