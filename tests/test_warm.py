@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,15 @@ def test_other_commands_run_as_usual(tmp_path: Path) -> None:
         assert warm.run(command, imports=warm.NUMPY, env=clean_environ()).stdout == said
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A shell starts what runs in the background with SIGINT ignored, and processes inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_another_program_may_start_one_by_one_that_stands_for_it(script: Path, tmp_path: Path) -> None:
     words = warm._stand_in(warm.NUMPY, clean_environ())
 
