@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from commsched import ConfigError
+from commsched.core.order.static import FREEZE_STEPS
 from commsched.core.world import World
 from commsched.settings import Settings, parse_rate, parse_seconds
 from commsched.simulator.scenario import bytes_factor
@@ -31,10 +32,6 @@ from ..workloads import load_profile, real_model_names
 #: A configuration changes between two steps, and the plan of partitions may change a step later. The step after that still
 #: waits for messages from before.
 MIN_SETTLE_STEPS = 3
-
-
-#: Additional steps for a static order, which is frozen after it has been the same for several steps.
-STATIC_SETTLE_STEPS = 7
 
 
 @dataclass(frozen=True)
@@ -259,7 +256,7 @@ def settle_steps(options: TrainOptions, specs: Sequence[SystemSpec], own: Carrie
     """The number of steps of a turn that do not count. ``own`` is the carrier of systems that name none."""
     carriers = [spec.carrier or own for spec in specs if SYSTEMS[spec.base].is_on_commsched]
     may_be_static = any(carrier.order != "agreed" and carrier.transport in users_of("order") for carrier in carriers)
-    return options.settle + (STATIC_SETTLE_STEPS if may_be_static else 0)
+    return options.settle + (FREEZE_STEPS if may_be_static else 0)
 
 
 def _chosen_transport(options: TrainOptions, links: Links, capped: bool, world: World | None) -> str:

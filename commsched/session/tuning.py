@@ -177,8 +177,17 @@ def _context(
     trials = TrialRunner(session, meter.main_group, SETTLE_STEPS)
     learner = Learner(job, meter, session.observe, lambda: trials.stopped, most_seconds_per_byte(job, settings))
     core = session.core
-    is_static = lambda group: core.static_group == group  # noqa: E731
-    return TuningContext(settings, job, meter, trials, learner, lambda: core.next_config, say, core.may_freeze, is_static)
+    return TuningContext(
+        settings,
+        job,
+        meter,
+        trials,
+        learner,
+        current=lambda: core.next_config,
+        say=say,
+        may_freeze=core.may_freeze,
+        is_static=lambda group: core.static_group == group,
+    )
 
 
 def _start(session: Session, context: TuningContext, search: Search, end: Callable[[str], None], assessor: Assessor) -> None:

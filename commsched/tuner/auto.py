@@ -149,7 +149,7 @@ class AutoChoice:
 
     def _choose(self, group: int, manifest: Manifest, incumbent: SchedulerConfig, space: Space) -> Chosen:
         context, learner = self._context, self._context.learner
-        # What ended the earlier choice may have changed the configuration just now.
+        # Whatever ended the earlier choice may have changed the configuration just now, so this choice waits for that first.
         if self.chosen is not None and not self._settle(group, incumbent):
             return Chosen(incumbent, incumbent, "unfinished")
         incumbent = context.current()

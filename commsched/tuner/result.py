@@ -130,20 +130,17 @@ class JobKey:
     link: str
 
 
-#: What ``auto`` means while a job is tuned, by setting.
-_WHILE_TUNED = {"order": SchedulerConfig().order}
-
-
 def describe_transport(name: str, settings: Settings) -> str:
     """The transport ``name`` with the settings on which its best configuration depends: ``ps over tcp, 2 servers,
     wire=bfloat16``."""
     parts = [f"{name} over {settings.lane}" if name == "ps" else name]
     if settings.servers:
         parts.append(f"{len(settings.servers)} servers")
+    # A job that is tuned keeps the order that it begins with, so ``auto`` and ``agreed`` are the same.
+    ours, usual = (replace(each, order=each.scheduler.order) for each in (settings, Settings()))
     for setting in ("flows", "security", "order", "collective", "wire", "hierarchy"):
-        is_usual = getattr(settings, setting) in (getattr(Settings(), setting), _WHILE_TUNED.get(setting))
-        if not is_usual:
-            parts.append(f"{setting}={getattr(settings, setting)}")
+        if getattr(ours, setting) != getattr(usual, setting):
+            parts.append(f"{setting}={getattr(ours, setting)}")
     return ", ".join(parts)
 
 

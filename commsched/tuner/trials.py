@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..core.errors import CommschedError, UnsupportedError
-from ..core.order.static import SLACK, STABLE_STEPS
+from ..core.order.static import FREEZE_STEPS
 from ..core.scheduler import SchedulerConfig
 
 
@@ -87,7 +87,7 @@ class TrialRunner:
     def settle_steps(self, config: SchedulerConfig) -> int:
         """The steps to leave out after a change to ``config``. Each change ends a static order, which comes back only after
         readiness has been the same for several steps."""
-        return self._settle_steps + (STABLE_STEPS + SLACK if config.order == "static" else 0)
+        return self._settle_steps + (FREEZE_STEPS if config.order == "static" else 0)
 
     def measure(self, config: SchedulerConfig, steps: int = 10, *, group: int) -> Window:
         """Train with ``config`` until every rank has a window of ``steps`` steps of ``group``. Returns the window of the

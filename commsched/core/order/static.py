@@ -20,6 +20,9 @@ STABLE_STEPS = 5
 #: change places from step to step.
 SLACK = 2
 
+#: Steps after a change of configuration until an order that repeats itself is static for certain.
+FREEZE_STEPS = STABLE_STEPS + SLACK
+
 
 @dataclass
 class _Step:

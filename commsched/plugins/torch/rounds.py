@@ -195,7 +195,7 @@ class Round:
         if self._missing == 0 and not any(
             late.state in BEFORE_SUBMISSION and late.parameter.requires_grad for late in self._places.late
         ):
-            # Now: another rank may read averages while this one waits elsewhere before step().
+            # Another rank may read averages while this one waits elsewhere before step(), so they are submitted now.
             self.submit_rest(in_backward=True)
 
     def _submit(self, slot: Slot, gradient: torch.Tensor | None) -> None:
