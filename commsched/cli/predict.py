@@ -20,7 +20,7 @@ from ..simulator.profile import ITEMSIZE, LayerProfile, Profile
 from ..simulator.scenario import DDP_BUCKET_MIB, bytes_factor, ddp_rules
 from ..transports.collective.transport import EXCHANGE_UP_TO
 from ..transports.open import Capabilities, choose
-from ..tuner.auto import best_sizes
+from ..tuner.auto import best_sizes, partition_count
 from ..tuner.initial_guesses import before_first_step, seeds
 from ..tuner.model import Model
 from ..tuner.profiler import LinkEstimate
@@ -250,10 +250,10 @@ def _sizes(profile: Profile, question: Question, per_byte: float) -> list[Schedu
     first = SchedulerConfig(partition, count * partition)
     model = Model(profile, link, workers, servers=servers, ordered=ordered, anchor_bytes=starts[0].partition_bytes)
     space = Space(first, profile.nbytes, largest_ratio=max_ratio(workers, servers, ordered))
-    best = best_sizes(model.predict, space, [first, *starts], ordered)
+    shards = 1 if ordered else servers or workers
+    best = best_sizes(model.predict, space, [first, *starts], ordered, count=partition_count(profile.manifest, shards))
     if ordered:
         return [first, best]
-    shards = servers or workers
     credits = (best.credit_bytes, *(lanes * best.partition_bytes for lanes in (shards + 1, 2 * shards)))
     return [first, *(replace(best, credit_bytes=min(credit, max(best.credit_bytes, profile.nbytes))) for credit in credits)]
 

@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ..core.manifest import Manifest
+from ..core.plan import cut
 from ..core.scheduler import SchedulerConfig
 from .learn import PROFILE_STEPS, NothingMeasured, TuningContext, is_end
 from .meter import standard_error
@@ -28,8 +30,12 @@ ROUNDS = 4
 #: A choice whose predicted gain is below this is not worth a change of all plans.
 MIN_PREDICTED_GAIN = 0.005
 
-#: Partitions that are larger by this factor are worth a change although the step time is predicted to be equal.
-FAR_LARGER = 2
+#: Partitions whose number is smaller by this factor are worth a change although the step time is predicted to be equal.
+FAR_FEWER = 0.7
+
+#: The size that was found grows by less than this factor, to the one that partitions fill best. The simulation knows one size
+#: per octave, so it does not see this: on 4 shards a tensor of 3 MB has 12 pieces with 0.346 MB, and 8 pieces with 0.375 MB.
+MOST_GROWTH, _GROWTH_STEPS = 2.0**0.25, 8
 
 #: Sizes whose predicted step times differ by less than this count as equal. The largest partition of them is taken, because
 #: it costs the least processor time, which the model does not know.
@@ -153,6 +159,7 @@ class AutoChoice:
         if self.chosen is not None and not self._settle(group, incumbent):
             return Chosen(incumbent, incumbent, "unfinished")
         incumbent = context.current()
+        count = partition_count(manifest, context.job.shards, incumbent.fusion_bytes)
         found, self._used, profiles = self._agreed(incumbent), [incumbent], self._profiles
         link = None
         with ExitStack() as stack:
@@ -175,8 +182,8 @@ class AutoChoice:
                 link = model.link
                 fastest = min(profiles, key=self._seconds)
                 most_bytes = self._most_bytes(fastest)
-                found = best_sizes(model.predict, space, [fastest, *starts], context.job.ordered, most_bytes)
-                if found in profiles or not _is_better(found, fastest, model):
+                found = best_sizes(model.predict, space, [fastest, *starts], context.job.ordered, most_bytes, count)
+                if found in profiles or not _is_better(found, fastest, model, count):
                     if (telling := _telling(fastest, profiles, space, model, most_bytes)) is None:
                         break
                     found = telling
@@ -289,17 +296,24 @@ class AutoChoice:
         return line
 
 
+def partition_count(manifest: Manifest, shards: int, fusion_bytes: int | None = None) -> Callable[[int], int]:
+    """Returns a function of the partition in bytes: the number of partitions of ``manifest``, spread over ``shards``."""
+    return cache(lambda partition_bytes: len(cut(manifest, partition_bytes, fusion_bytes, shards).partitions))
+
+
 def best_sizes(
     predict: Callable[[SchedulerConfig], float],
     space: Space,
     starts: Sequence[SchedulerConfig],
     ordered: bool = False,
     most_bytes: float = math.inf,
+    count: Callable[[int], int] | None = None,
 ) -> SchedulerConfig:
     """The configuration of ``space`` with the least predicted step time, found by steps of an octave, then of half an octave,
     from the best of ``starts``. Partitions have at most ``most_bytes``. Among equal times (:data:`EQUAL_TIMES`; if ``ordered``,
     :data:`EQUAL_TIMES_OF_COLLECTIVES`) the largest partition is taken, and then the credit that is nearest to the starting
-    point's in partitions.
+    point's in partitions. ``count`` returns the number of partitions of a size; with it the partition grows to one that
+    they fill better (:data:`MOST_GROWTH`).
 
     This is a pattern search (R. Hooke and T. A. Jeeves, "Direct search", JACM 1961) in the logarithms of partition and credit.
     Pure if ``predict`` is. A time that is not a positive number counts as infinite.
@@ -321,7 +335,17 @@ def best_sizes(
     limit = (1 + (EQUAL_TIMES_OF_COLLECTIVES if ordered else EQUAL_TIMES)) * known[best]
     equal = [config for config, each in known.items() if each <= limit]
     ratio = _ratio(start)
-    return max(equal, key=lambda config: (config.partition_bytes, -abs(math.log(_ratio(config) / ratio))))
+    found = max(equal, key=lambda config: (config.partition_bytes, -abs(math.log(_ratio(config) / ratio))))
+    if count is None or "partition" in space.fixed:
+        return found
+    grown = (space.clip(_grown(found, MOST_GROWTH ** (step / _GROWTH_STEPS))) for step in range(1, _GROWTH_STEPS))
+    sizes = [found, *(config for config in grown if seconds(config) <= limit)]
+    return min(sizes, key=lambda config: config.partition_bytes * count(config.partition_bytes))
+
+
+def _grown(config: SchedulerConfig, factor: float) -> SchedulerConfig:
+    partition = round(factor * config.partition_bytes)
+    return replace(config, partition_bytes=partition, credit_bytes=max(partition, config.credit_bytes))
 
 
 def _neighbours(config: SchedulerConfig, factor: float, space: Space) -> Iterator[SchedulerConfig]:
@@ -333,10 +357,10 @@ def _neighbours(config: SchedulerConfig, factor: float, space: Space) -> Iterato
                 yield clipped
 
 
-def _is_better(found: SchedulerConfig, current: SchedulerConfig, model: RemoteModel) -> bool:
+def _is_better(found: SchedulerConfig, current: SchedulerConfig, model: RemoteModel, count: Callable[[int], int]) -> bool:
     """Whether ``found`` is worth a change of all plans: it is faster, or it needs far fewer partitions."""
     gains = model.predict(found) <= (1 - MIN_PREDICTED_GAIN) * model.predict(current)
-    return gains or found.partition_bytes >= FAR_LARGER * current.partition_bytes
+    return gains or count(found.partition_bytes) <= FAR_FEWER * count(current.partition_bytes)
 
 
 def _telling(

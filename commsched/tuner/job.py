@@ -15,7 +15,7 @@ from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
 from ..version import __version__
-from .auto import best_sizes
+from .auto import best_sizes, partition_count
 from .journal import Journal
 from .learn import TuningContext, is_end
 from .link import describe_link
@@ -94,7 +94,9 @@ class TuningJob:
             first = self._context.learner.guesses(measured, incumbent.policy)
             model = self._context.learner.open_model(measured, incumbent, stack)
             # The sizes of a job that is not tuned.
-            best = best_sizes(model.predict, space, [incumbent, *first], self._context.job.ordered)
+            job = self._context.job
+            count = partition_count(manifest, job.shards, incumbent.fusion_bytes)
+            best = best_sizes(model.predict, space, [incumbent, *first], job.ordered, count=count)
             return list(dict.fromkeys([best, *first])), model
         except Exception as error:
             if is_end(error):

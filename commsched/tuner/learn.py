@@ -53,6 +53,11 @@ class JobFacts:
     freezes: bool = False
 
     @property
+    def shards(self) -> int:
+        """The number of servers that partitions are spread over."""
+        return 1 if self.ordered else self.servers or self.workers
+
+    @property
     def largest_ratio(self) -> int:
         """The largest credit to try, in partitions."""
         return max_ratio(self.workers, self.servers, self.ordered) << (self.flows - 1).bit_length()
