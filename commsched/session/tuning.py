@@ -34,7 +34,10 @@ def facts_of(session: Session, settings: Settings, transport: str, host: str, ho
     workers = hosts if session.transport.one_per_host else session.world_size
     ordered, servers = session.transport.ordered, len(settings.servers)
     cores, freezes = len(os.sched_getaffinity(0)), ordered and session.transport.channels > 1
-    return JobFacts(session.world_size, transport, ordered, host, hosts, workers, servers, cores, settings.flows, freezes)
+    shards = session.transport.servers
+    return JobFacts(
+        session.world_size, transport, ordered, host, hosts, workers, servers, cores, settings.flows, freezes, shards
+    )
 
 
 def chooses(settings: Settings, job: JobFacts) -> bool:

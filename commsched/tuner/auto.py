@@ -31,11 +31,15 @@ ROUNDS = 4
 MIN_PREDICTED_GAIN = 0.005
 
 #: Partitions whose number is smaller by this factor are worth a change although the step time is predicted to be equal.
-FAR_FEWER = 0.7
+FAR_FEWER = 0.68
 
-#: The size that was found grows by less than this factor, to the one that partitions fill best. The simulation knows one size
-#: per octave, so it does not see this: on 4 shards a tensor of 3 MB has 12 pieces with 0.346 MB, and 8 pieces with 0.375 MB.
-MOST_GROWTH, _GROWTH_STEPS = 2.0**0.25, 8
+#: The partition that was found grows by less than this factor, to the size that tensors fill best. The simulation knows one
+#: size per octave, so it does not see this: on 4 shards a tensor of 3 MB has 12 pieces with 0.346 MB, and 8 with 0.375 MB.
+MOST_GROWTH = 2.0**0.25
+
+#: The number of sizes within that factor, and the least of what partitions could hold, in bytes of all tensors, for which it is
+#: worth the time to count the partitions of each.
+_GROWTH_STEPS, WORTH_FILLING = 8, 1.02
 
 #: Sizes whose predicted step times differ by less than this count as equal. The largest partition of them is taken, because
 #: it costs the least processor time, which the model does not know.
@@ -313,7 +317,7 @@ def best_sizes(
     from the best of ``starts``. Partitions have at most ``most_bytes``. Among equal times (:data:`EQUAL_TIMES`; if ``ordered``,
     :data:`EQUAL_TIMES_OF_COLLECTIVES`) the largest partition is taken, and then the credit that is nearest to the starting
     point's in partitions. ``count`` returns the number of partitions of a size; with it the partition grows to one that
-    they fill better (:data:`MOST_GROWTH`).
+    tensors fill better (:data:`MOST_GROWTH`), and the credit with it.
 
     This is a pattern search (R. Hooke and T. A. Jeeves, "Direct search", JACM 1961) in the logarithms of partition and credit.
     Pure if ``predict`` is. A time that is not a positive number counts as infinite.
@@ -338,14 +342,33 @@ def best_sizes(
     found = max(equal, key=lambda config: (config.partition_bytes, -abs(math.log(_ratio(config) / ratio))))
     if count is None or "partition" in space.fixed:
         return found
-    grown = (space.clip(_grown(found, MOST_GROWTH ** (step / _GROWTH_STEPS))) for step in range(1, _GROWTH_STEPS))
-    sizes = [found, *(config for config in grown if seconds(config) <= limit)]
-    return min(sizes, key=lambda config: config.partition_bytes * count(config.partition_bytes))
+    fullest = _fuller(found, space, count)
+    return next((config for config in fullest if seconds(config) <= limit), found)
 
 
-def _grown(config: SchedulerConfig, factor: float) -> SchedulerConfig:
-    partition = round(factor * config.partition_bytes)
-    return replace(config, partition_bytes=partition, credit_bytes=max(partition, config.credit_bytes))
+def _fuller(found: SchedulerConfig, space: Space, count: Callable[[int], int]) -> list[SchedulerConfig]:
+    """Sizes up to :data:`MOST_GROWTH` times those of ``found`` that tensors fill better, the fullest first. The credit holds as
+    many partitions."""
+
+    def held(config: SchedulerConfig) -> int:
+        """The bytes that all partitions would hold."""
+        return config.partition_bytes * count(config.partition_bytes)
+
+    if held(found) <= WORTH_FILLING * space.total_bytes:
+        return []
+    least, most = found.partition_bytes, MOST_GROWTH * found.partition_bytes
+    sizes = [round(least * MOST_GROWTH ** (step / _GROWTH_STEPS)) for step in range(1, _GROWTH_STEPS)]
+    grown = [
+        space.clip(replace(found, partition_bytes=size, credit_bytes=math.ceil(found.credit_bytes * size / least)))
+        for size in sizes
+    ]
+    fits = [each for each in grown if least < each.partition_bytes < most and _in_credit(each) >= _in_credit(found)]
+    return sorted((each for each in fits if held(each) < held(found)), key=held)
+
+
+def _in_credit(config: SchedulerConfig) -> int:
+    """The number of full partitions that the credit admits."""
+    return max(1, config.credit_bytes // config.partition_bytes)
 
 
 def _neighbours(config: SchedulerConfig, factor: float, space: Space) -> Iterator[SchedulerConfig]:

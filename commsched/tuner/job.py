@@ -93,9 +93,9 @@ class TuningJob:
                 return [], None
             first = self._context.learner.guesses(measured, incumbent.policy)
             model = self._context.learner.open_model(measured, incumbent, stack)
-            # The sizes of a job that is not tuned.
             job = self._context.job
             count = partition_count(manifest, job.shards, incumbent.fusion_bytes)
+            # The sizes of a job that is not tuned.
             best = best_sizes(model.predict, space, [incumbent, *first], job.ordered, count=count)
             return list(dict.fromkeys([best, *first])), model
         except Exception as error:

@@ -94,19 +94,48 @@ def test_what_cannot_be_predicted_is_not_chosen() -> None:
 TENSORS_OF_3_MB = Manifest(tuple(TensorSpec(f"{n}.weight", (750_000,), "float32") for n in range(24)))
 
 
-@pytest.mark.parametrize(("start", "least", "most"), [(346_000, 375_000, 390_000), (376_000, 376_000, 376_000)])
-def test_partitions_grow_a_little_where_they_are_filled_better(start: int, least: int, most: int) -> None:
-    """A tensor of 3 MB has 12 pieces on 4 shards with 346 KB, and 8 with 375 KB and more."""
+def fast_near(start: int) -> Callable[[SchedulerConfig], float]:
+    """Step times that are equal up to 1.3 times a size, and longer beyond."""
+    return lambda config: 1.0 if start <= config.partition_bytes < 1.3 * start else 2.0
+
+
+@pytest.mark.parametrize(
+    ("start", "least", "most"),
+    [(346_000, 375_000, 390_000), (376_000, 376_000, 376_000), (300_000, 300_000, 300_000)],
+)
+def test_partitions_grow_a_little_where_tensors_then_fill_them_better(start: int, least: int, most: int) -> None:
+    """A tensor of 3 MB has 12 pieces on 4 shards with less than 375 KB, and 8 with more. 300 KB would grow by a fourth."""
     count = partition_count(TENSORS_OF_3_MB, 4)
-    assert [count(346_000), count(376_000)] == [288, 192]
-
-    def one_size_is_fast(config: SchedulerConfig) -> float:
-        return 1.0 if start <= config.partition_bytes < 1.25 * start else 2.0
-
+    assert [count(300_000), count(346_000), count(376_000)] == [288, 288, 192]
     space = Space(BEGIN, TENSORS_OF_3_MB.nbytes)
-    found = best_sizes(one_size_is_fast, space, [SchedulerConfig(start, 2_800_000)], count=count)
+    found = best_sizes(fast_near(start), space, [SchedulerConfig(start, 8 * start)], count=count)
     assert least <= found.partition_bytes <= most
-    assert found.credit_bytes == 2_800_000
+    assert found.credit_bytes // found.partition_bytes == 8
+
+
+def test_partitions_do_not_grow_where_the_credit_would_admit_fewer_then() -> None:
+    begin = SchedulerConfig(346_000, 2 * 346_000)
+    space = Space(begin, TENSORS_OF_3_MB.nbytes, frozenset({"credit"}))
+    assert best_sizes(fast_near(346_000), space, [begin], count=partition_count(TENSORS_OF_3_MB, 4)) == begin
+
+
+def test_no_partition_is_counted_where_tensors_fill_them_already() -> None:
+    asked: list[int] = []
+
+    def count(partition_bytes: int) -> int:
+        asked.append(partition_bytes)
+        return partition_count(TENSORS_OF_3_MB, 4)(partition_bytes)
+
+    start = SchedulerConfig(376_000, 8 * 376_000)
+    assert best_sizes(fast_near(376_000), Space(BEGIN, TENSORS_OF_3_MB.nbytes), [start], count=count) == start
+    assert asked == [376_000]
+
+
+def test_sizes_that_lie_outside_the_bounds_do_not_grow_beyond_the_factor() -> None:
+    small = SchedulerConfig(32_000, 256_000)
+    space = Space(small, TENSORS_OF_3_MB.nbytes)
+    found = best_sizes(fast_near(32_000), space, [small], count=partition_count(TENSORS_OF_3_MB, 4))
+    assert found == small
 
 
 def test_partitions_do_not_grow_to_a_size_that_is_predicted_to_be_slower() -> None:
@@ -163,6 +192,7 @@ class Job:
         freezes: bool = False,
         may_freeze: bool = True,
         repeats: bool = True,
+        shards: int = 1,
     ) -> None:
         self.truth = truth
         self.predicted = predicted
@@ -173,7 +203,8 @@ class Job:
         self._error = error
         self._waited = 0  # steps since the configuration changed
         self.may_freeze = may_freeze
-        me, facts = _any(self), JobFacts(2, "made up", freezes, "127.0.0.1", 1, workers, servers, freezes=freezes)
+        me, where = _any(self), (2, "made up", freezes, "127.0.0.1", 1, workers, servers)
+        facts = JobFacts(*where, freezes=freezes, shards=shards)
         self.sizes = AutoChoice(
             TuningContext(
                 settings,
@@ -322,11 +353,22 @@ def test_what_partitions_cost_is_seen_although_steps_with_one_size_do_not_tell()
 def test_after_a_trial_sizes_must_be_better_than_the_fastest_and_not_than_those_on_trial() -> None:
     def seconds(config: SchedulerConfig) -> float:
         octaves = math.log2(config.partition_bytes / BEGIN.partition_bytes)
-        return 1.0 if 0 <= octaves <= 0.25 else 1.02 ** abs(octaves)
+        return 1.0 if 0 <= octaves <= 0.5 else 1.02 ** abs(octaves)
 
     job = Job(seconds, seconds)
     assert job.run() == Chosen(BEGIN, BEGIN, "chosen")
     assert [each.partition_bytes for each in job.used] == [16_000_000, 4_000_000]
+
+
+@pytest.mark.parametrize(("begin", "used"), [(346_000, [377_316]), (300_000, [])])
+def test_as_fast_sizes_are_worth_a_change_if_they_need_far_fewer_partitions(begin: int, used: list[int]) -> None:
+    """A tensor of 3 MB has 8 pieces instead of 12 then."""
+    job = Job(lambda config: 1.0, fast_near(begin), fast_near(begin), shards=4)
+    job.current = SchedulerConfig(begin, 8 * begin)
+    chosen = job.run(TENSORS_OF_3_MB)
+    assert [each.partition_bytes for each in job.used] == used
+    assert chosen is not None
+    assert chosen.kept.partition_bytes == (used or [begin])[0]
 
 
 def test_larger_partitions_are_measured_though_the_model_has_found_better_ones_already() -> None:
@@ -500,7 +542,7 @@ def test_sizes_on_trial_are_given_up_if_their_steps_cannot_be_judged(caplog: pyt
     ("slower", "kept", "said"),
     [
         (0.01, BEGIN, "partition and credit stay as they are"),
-        (-0.01, SchedulerConfig(8_354_190, 32_000_000), "partition 8.4 MB, credit 32.0 MB from now on"),
+        (-0.01, SchedulerConfig(9_110_309, 36_441_236), "partition 9.1 MB, credit 36.4 MB from now on"),
     ],
 )
 def test_after_an_error_the_fastest_sizes_that_were_measured_stay(

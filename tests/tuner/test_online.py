@@ -383,9 +383,10 @@ def test_a_static_order_has_time_to_come_back(order: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("one_per_host", "workers"), [(False, 4), (True, 2)])
 def test_with_a_hierarchy_each_host_is_one_worker_of_the_network(one_per_host: bool, workers: int) -> None:
-    session: Any = SimpleNamespace(world_size=4, transport=SimpleNamespace(ordered=False, one_per_host=one_per_host))
+    transport = SimpleNamespace(ordered=False, one_per_host=one_per_host, servers=3)
+    session: Any = SimpleNamespace(world_size=4, transport=transport)
     job = facts_of(session, TRIALS, "ps", "a", 2)
-    assert (job.world_size, job.hosts, job.workers) == (4, 2, workers)
+    assert (job.world_size, job.hosts, job.workers, job.shards) == (4, 2, workers, 3)
 
 
 # --- files ---
