@@ -48,7 +48,7 @@ _MEASURED_BYTES = 512 * 1024
 _MOST_REST_BYTES = 64 * 1024
 
 #: A larger message is received when it is there as a whole, or when this many of its bytes are there.
-LARGE_BYTES, _AWAITED_BYTES = 32 * 1024, 256 * 1024
+LARGE_BYTES, _AWAITED_BYTES = 32 * 1024, 512 * 1024
 
 #: The most parts of messages that leave by one call. Linux accepts 1024.
 _MAX_PARTS = 512
