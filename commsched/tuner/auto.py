@@ -37,9 +37,10 @@ FAR_FEWER = 0.68
 #: size per octave, so it does not see this: on 4 shards a tensor of 3 MB has 12 pieces with 0.346 MB, and 8 with 0.375 MB.
 MOST_GROWTH = 2.0**0.25
 
-#: The number of sizes within that factor, and the least of what partitions could hold, in bytes of all tensors, for which it is
-#: worth the time to count the partitions of each.
-_GROWTH_STEPS, WORTH_FILLING = 8, 1.02
+#: The number of sizes within that factor. Their partitions are counted if all together could hold more than so many times the
+#: bytes of all tensors, and if there are at most so many of them: a count takes some microseconds for each, in which training
+#: may wait for the interpreter's lock, and tensors of many pieces fill their partitions.
+_GROWTH_STEPS, WORTH_FILLING, MOST_COUNTED = 8, 1.02, 10_000
 
 #: Sizes whose predicted step times differ by less than this count as equal. The largest partition of them is taken, because
 #: it costs the least processor time, which the model does not know.
@@ -354,7 +355,7 @@ def _fuller(found: SchedulerConfig, space: Space, count: Callable[[int], int]) -
         """The bytes that all partitions would hold."""
         return config.partition_bytes * count(config.partition_bytes)
 
-    if held(found) <= WORTH_FILLING * space.total_bytes:
+    if held(found) <= WORTH_FILLING * space.total_bytes or count(found.partition_bytes) > MOST_COUNTED:
         return []
     least, most = found.partition_bytes, MOST_GROWTH * found.partition_bytes
     sizes = [round(least * MOST_GROWTH ** (step / _GROWTH_STEPS)) for step in range(1, _GROWTH_STEPS)]
@@ -367,8 +368,8 @@ def _fuller(found: SchedulerConfig, space: Space, count: Callable[[int], int]) -
 
 
 def _in_credit(config: SchedulerConfig) -> int:
-    """The number of full partitions that the credit admits."""
-    return max(1, config.credit_bytes // config.partition_bytes)
+    """The number of full partitions that fit into the credit."""
+    return config.credit_bytes // config.partition_bytes
 
 
 def _neighbours(config: SchedulerConfig, factor: float, space: Space) -> Iterator[SchedulerConfig]:

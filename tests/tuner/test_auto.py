@@ -113,22 +113,24 @@ def test_partitions_grow_a_little_where_tensors_then_fill_them_better(start: int
     assert found.credit_bytes // found.partition_bytes == 8
 
 
-def test_partitions_do_not_grow_where_the_credit_would_admit_fewer_then() -> None:
-    begin = SchedulerConfig(346_000, 2 * 346_000)
+@pytest.mark.parametrize("credit", [2 * 346_000, 360_000])
+def test_partitions_do_not_grow_where_fewer_would_fit_into_the_credit(credit: int) -> None:
+    begin = SchedulerConfig(346_000, credit)
     space = Space(begin, TENSORS_OF_3_MB.nbytes, frozenset({"credit"}))
     assert best_sizes(fast_near(346_000), space, [begin], count=partition_count(TENSORS_OF_3_MB, 4)) == begin
 
 
-def test_no_partition_is_counted_where_tensors_fill_them_already() -> None:
+@pytest.mark.parametrize(("start", "times"), [(376_000, 1), (346_000, 50)])
+def test_partitions_are_not_counted_where_tensors_fill_them_or_there_are_very_many(start: int, times: int) -> None:
     asked: list[int] = []
 
     def count(partition_bytes: int) -> int:
         asked.append(partition_bytes)
-        return partition_count(TENSORS_OF_3_MB, 4)(partition_bytes)
+        return times * partition_count(TENSORS_OF_3_MB, 4)(partition_bytes)
 
-    start = SchedulerConfig(376_000, 8 * 376_000)
-    assert best_sizes(fast_near(376_000), Space(BEGIN, TENSORS_OF_3_MB.nbytes), [start], count=count) == start
-    assert asked == [376_000]
+    begin = SchedulerConfig(start, 8 * start)
+    assert best_sizes(fast_near(start), Space(BEGIN, TENSORS_OF_3_MB.nbytes), [begin], count=count) == begin
+    assert set(asked) == {start}
 
 
 def test_sizes_that_lie_outside_the_bounds_do_not_grow_beyond_the_factor() -> None:
