@@ -33,10 +33,18 @@ def facts_of(session: Session, settings: Settings, transport: str, host: str, ho
     """Where ``session`` trains: over the transport of that name, on ``hosts`` hosts. ``host`` is this rank's address."""
     workers = hosts if session.transport.one_per_host else session.world_size
     ordered, servers = session.transport.ordered, len(settings.servers)
-    cores, freezes = len(os.sched_getaffinity(0)), ordered and session.transport.channels > 1
-    shards = session.transport.servers
     return JobFacts(
-        session.world_size, transport, ordered, host, hosts, workers, servers, cores, settings.flows, freezes, shards
+        session.world_size,
+        transport,
+        ordered,
+        host,
+        hosts,
+        workers,
+        servers,
+        cores=len(os.sched_getaffinity(0)),
+        flows=settings.flows,
+        freezes=ordered and session.transport.channels > 1,
+        shards=session.transport.servers,
     )
 
 

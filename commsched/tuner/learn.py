@@ -39,8 +39,8 @@ class JobFacts:
     ``transport`` is a name; ``ordered`` says whether ranks launch in one order. ``host`` is rank 0's address, ``hosts`` the
     number of hosts, ``servers`` the number of separate parameter servers, ``cores`` the number of processor cores that rank 0
     may use. ``flows`` is the number of connections between a worker and each shard or server. ``freezes`` says whether the
-    order of launches may become static. Partitions are spread over ``shards``, separate servers or not; there is
-    1 if ranks average them by themselves."""
+    order of launches may become static. Partitions are spread over ``shards``, separate servers or not; there is 1 if ranks
+    average them by themselves."""
 
     world_size: int
     transport: str
