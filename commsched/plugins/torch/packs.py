@@ -1,6 +1,7 @@
-"""Packs: small gradients that share a partition are copied and submitted together.
+"""Packs: the shortest way from ``.grad`` to the core, for gradients that backward has made as usual. Small ones that share a
+partition are copied and submitted together.
 
-A call of torch and a call of the core for each gradient would take longer than to copy it. Nothing is sent later than
+A call of torch and a call of the core for each small gradient would take longer than to copy it. Nothing is sent later than
 without packs, because a partition is sent when all its gradients are there.
 """
 
@@ -15,7 +16,7 @@ from ...core.group import TensorGroup
 from ...core.plan import Plan
 from .slot import GRADIENT_TRANSITIONS, GradientState, Slot
 
-#: The size up to which a gradient is packed. The copy of a larger one takes longer than the calls, and should not come late.
+#: The size up to which a gradient waits for others. To copy a larger one takes longer than the calls, and should not be late.
 _MAX_BYTES = 1 << 16
 
 _STRIDED = torch.strided
@@ -24,7 +25,8 @@ _SUBMITTED = GRADIENT_TRANSITIONS[_EXPECTED, "submit"]
 
 
 class Pack:
-    """The small gradients of one partition. The last of them copies them all into the flat buffer and notifies the core."""
+    """The small gradients of one partition, or one gradient. The last of them copies them all into the flat buffer and notifies
+    the core."""
 
     __slots__ = ("_gradients", "_group", "_tensors", "_views", "slots")
 
@@ -110,17 +112,19 @@ class Packs:
                 pack.begin()
 
     def _pack(self, groups: list[TensorGroup], slots: Iterable[Slot], allowed: bool) -> None:
-        by_partition: dict[tuple[int, int], list[Slot]] = {}
+        together: dict[tuple[int, int], list[Slot]] = {}  # by group and partition
+        alone: list[list[Slot]] = []
         for slot in slots:
             slot.pack = None
-            if allowed and slot.tensor >= 0 and slot.view.nbytes <= _MAX_BYTES:
+            if allowed and slot.tensor >= 0:
                 at = slot.group.plan.by_tensor[slot.tensor]
-                if len(at) == 1:
-                    by_partition.setdefault((slot.group.index, at[0]), []).append(slot)
+                if len(at) == 1 and slot.view.nbytes <= _MAX_BYTES:
+                    together.setdefault((slot.group.index, at[0]), []).append(slot)
+                else:
+                    alone.append([slot])
         self._packs = []
-        for of_partition in by_partition.values():
-            if len(of_partition) > 1:
-                pack = Pack(of_partition[0].group, of_partition)
-                self._packs.append(pack)
-                for slot in of_partition:
-                    slot.pack = pack
+        for members in [*together.values(), *alone]:
+            pack = Pack(members[0].group, members)
+            self._packs.append(pack)
+            for slot in members:
+                slot.pack = pack

@@ -28,7 +28,7 @@ from commsched.plugins.torch import timing as first_use
 from commsched.plugins.torch import update as narrow
 from commsched.plugins.torch.agreement import Flags
 from commsched.plugins.torch.deferred import Value
-from commsched.plugins.torch.edits import Edits
+from commsched.plugins.torch.edits import AwaitedGradient, Edits
 from commsched.plugins.torch.exchange import GradientExchange
 from commsched.plugins.torch.norms import Measures
 from commsched.plugins.torch.rounds import Round
@@ -222,8 +222,12 @@ def no_mode(*_: Any, **__: Any) -> Any:
 # --- guards ---
 
 
-def guarding_all_but(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return lambda original: lambda tensor, *how: None if type(tensor) is kind else original(tensor, *how)
+def guarding_no_gradients(original: Callable[..., None]) -> Callable[..., None]:
+    def call(self: guard.Record, tensor: torch.Tensor, resolve: guard.Resolve, *how: Any) -> None:
+        if not isinstance(resolve, AwaitedGradient):
+            original(self, tensor, resolve, *how)
+
+    return call
 
 
 def with_free_parameters(await_updates: Callable[..., None]) -> Callable[..., None]:
@@ -379,7 +383,7 @@ GATES: dict[str, tuple[Take, Callable[[], None], str]] = {
         WRONG_OR_NAMED,
     ),
     "gradients are guarded once submitted": (
-        wrap(rounds, "guard", guarding_all_but(torch.Tensor)),
+        wrap(guard.Record, "guard", guarding_no_gradients),
         partial(test_gradients.test_clipping_and_editing, "norm", SMALL),
         WRONG,
     ),

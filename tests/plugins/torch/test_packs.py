@@ -24,7 +24,7 @@ from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 from tests.recording_transport import RecordingTransport
 
-SIZES = (2, 3, 20_000, 4, 5)  # elements; the third is too large to be packed
+SIZES = (2, 3, 20_000, 4, 5)  # elements; the third is too large to wait for others
 
 
 @pytest.fixture
@@ -54,11 +54,11 @@ def slots_of(group: TensorGroup) -> list[Slot]:
 def test_the_last_one_copies_and_submits_all(group: TensorGroup) -> None:
     slots = slots_of(group)
     Packs().begin([group], slots, allowed=True)
-    assert slots[2].pack is None
     small = [slots[tensor] for tensor in (4, 1, 3, 0)]
     pack = slots[0].pack
     assert isinstance(pack, Pack)
     assert all(slot.pack is pack for slot in small)
+    assert slots[2].pack is not pack
     for slot in small[:3]:
         assert pack.take(slot, torch.ones_like(slot.view))
     assert not group.notified
@@ -128,6 +128,19 @@ def test_the_next_round_begins_anew(group: TensorGroup) -> None:
     assert not slots[0].view.any()
 
 
+def test_a_large_gradient_is_copied_and_submitted_at_once(group: TensorGroup) -> None:
+    slots = slots_of(group)
+    Packs().begin([group], slots, allowed=True)
+    large = slots[2]
+    assert large.pack is not None
+    assert large.pack.slots == [large]
+    assert large.pack.take(large, torch.ones_like(large.view))
+    assert group.notified == {2}
+    assert group.on_hand == {2}
+    assert large.view.eq(1).all()
+    assert large.parameter.grad is large.gradient
+
+
 def test_another_plan_makes_other_packs(group: TensorGroup) -> None:
     slots = slots_of(group)
     packs = Packs()
@@ -139,7 +152,7 @@ def test_another_plan_makes_other_packs(group: TensorGroup) -> None:
     assert slots[0].pack is not slots[3].pack
     group.plan = cut(group.manifest, 8)
     packs.begin([group], slots, allowed=True)
-    assert all(slot.pack is None for slot in slots)
+    assert [slot.pack.slots if slot.pack else [] for slot in slots] == [[slot] for slot in slots]
 
 
 def test_none_where_none_are_allowed(group: TensorGroup) -> None:
@@ -147,7 +160,7 @@ def test_none_where_none_are_allowed(group: TensorGroup) -> None:
     packs = Packs()
     for allowed in (False, True, False):
         packs.begin([group], slots, allowed=allowed)
-        assert [slot.pack is not None for slot in slots] == [allowed, allowed, False, allowed, allowed]
+        assert all((slot.pack is not None) == allowed for slot in slots)
 
 
 # --- in training ---
