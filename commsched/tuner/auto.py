@@ -65,8 +65,10 @@ EQUAL_MEASUREMENTS, CLEAR_ERRORS = 0.005, 2
 MOST_STATIC_LOSS = 0.02
 
 #: Sizes are profiled again, so often at most in all, while the standard error of their step time is above this share of it, as
-#: where processors are short. With 5 steps, 4 workers on two cores took sizes with which a step is 5 to 20 % longer.
+#: where processors are short. With 5 steps, 4 workers on two cores took sizes with which a step is 5 to 20 % longer. In the end
+#: sizes that may be the fastest are profiled again in turn, as often, until it is clear which are.
 MAX_ERROR, MOST_PROFILES = 0.01, 3
+_MOST_SAMPLES = MOST_PROFILES * PROFILE_STEPS
 
 #: A job with separate servers measures partitions of half the size, down to this one, as long as each makes a step faster by
 #: that share. An average needs the pushes of all workers, and workers that are not quite equally fast have pushed different
@@ -192,6 +194,8 @@ class AutoChoice:
                     if (telling := _telling(fastest, profiles, space, model, most_bytes)) is None:
                         break
                     found = telling
+        if (over := self._compare(group, manifest)) is not None:
+            return over
         kept = min(profiles, key=self._seconds) if context.job.servers else self._best()
         while context.job.servers and (half := _half(kept, manifest, space.fixed)) is not None:
             if half not in profiles and (over := self._measure(group, manifest, half)) is not None:
@@ -222,7 +226,8 @@ class AutoChoice:
         context, incumbent = self._context, self._used[0]
         if config != self._used[-1] and not self._use(group, config):
             return Chosen(incumbent, config, "unfinished")
-        samples: tuple[float, ...] = ()
+        known = self._profiles.get(config)
+        samples = () if known is None else known.samples
         for _ in range(MOST_PROFILES):
             try:
                 profile = context.learner.profile(group, manifest)
@@ -236,9 +241,30 @@ class AutoChoice:
                 return Chosen(incumbent, context.current(), "chosen")
             samples += profile.samples
             self._profiles[config] = replace(profile, samples=samples)
-            if len(samples) >= PROFILE_STEPS and self._error(config) <= MAX_ERROR * self._seconds(config):
+            is_exact = len(samples) >= PROFILE_STEPS and self._error(config) <= MAX_ERROR * self._seconds(config)
+            if is_exact or len(samples) >= _MOST_SAMPLES:
                 break
         return None
+
+    def _compare(self, group: int, manifest: Manifest) -> Chosen | None:
+        """Profile sizes again, in turn, until it is clear which are the fastest. The result is that of :meth:`_measure`."""
+        while (config := self._least_known_rival()) is not None:
+            known = self._profiles[config].samples
+            if (over := self._measure(group, manifest, config)) is not None:
+                return over
+            if self._profiles[config].samples == known:  # nothing more can be measured
+                break
+        return None
+
+    def _least_known_rival(self) -> SchedulerConfig | None:
+        """Return the configuration with the fewest measured steps among the fastest one and those that may be faster. None if
+        none may be, or if all of these were profiled often enough."""
+        fastest = min(self._profiles, key=self._seconds)
+        rivals = [config for config in self._profiles if config != fastest and not self._is_slower(config, fastest)]
+        limit = EQUAL_MEASUREMENTS * self._seconds(fastest)
+        unclear = [config for config in rivals if self._uncertainty(config, fastest) > limit]
+        few = [config for config in [fastest, *unclear] if len(self._profiles[config].samples) < _MOST_SAMPLES]
+        return min(few, key=lambda config: len(self._profiles[config].samples)) if unclear and few else None
 
     def _seconds(self, config: SchedulerConfig) -> float:
         """The measured step time."""
@@ -250,9 +276,12 @@ class AutoChoice:
 
     def _is_slower(self, config: SchedulerConfig, fastest: SchedulerConfig) -> bool:
         """Whether ``config`` is clearly slower than ``fastest``."""
-        error = math.hypot(self._error(config), self._error(fastest))
-        least = max(EQUAL_MEASUREMENTS * self._seconds(fastest), CLEAR_ERRORS * error)
+        least = max(EQUAL_MEASUREMENTS * self._seconds(fastest), self._uncertainty(config, fastest))
         return self._seconds(config) > self._seconds(fastest) + least
+
+    def _uncertainty(self, one: SchedulerConfig, other: SchedulerConfig) -> float:
+        """The seconds by which measured step times must differ for the difference to be clear."""
+        return CLEAR_ERRORS * math.hypot(self._error(one), self._error(other))
 
     def _is_worth_keeping(self, static: SchedulerConfig, agreed: SchedulerConfig) -> bool:
         seconds = self._seconds(static)

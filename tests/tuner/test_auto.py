@@ -428,6 +428,66 @@ def test_sizes_larger_than_clearly_slower_ones_are_not_measured(slower: float, v
     assert len([each for each in job.used if each.partition_bytes == 8_000_000]) == tries
 
 
+class Unmoved(Model):
+    def calibrate(self, trials: Sequence[tuple[SchedulerConfig, float]]) -> Model:
+        return self
+
+
+class LuckyJob(Job):
+    """Steps with 250 KB are as long as those with 500 KB in the first profile, and 1.5 % longer from then on. Steps vary by
+    ``spread``."""
+
+    spread = 0.005
+
+    def __init__(self, ends_after: int = 99) -> None:
+        self.taken: list[int] = []  # the partition of each profile
+        super().__init__(
+            lambda config: {250_000: 1.015, 500_000: 1.0}.get(config.partition_bytes, 2.0),
+            lambda config: {250_000: 1.0, 500_000: 1.0, 1_000_000: 1.2}.get(config.partition_bytes, 2.0),
+            ends_after=ends_after,
+        )
+        self.current = SchedulerConfig(250_000, 1_000_000)
+
+    def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> Model:
+        return Unmoved(self, 1)
+
+    def profile(self, group: int, manifest: Manifest) -> Measured | None:
+        found = super().profile(group, manifest)
+        size = self.current.partition_bytes
+        middle = 0.999 if size == 250_000 and size not in self.taken else self.truth(self.current)
+        self.taken.append(size)
+        return found and replace(found, samples=tuple(middle + self.spread * part for part in (-2, -1, 0, 1, 2)))
+
+
+def test_sizes_of_which_the_faster_is_not_clear_are_measured_again_in_turn() -> None:
+    job = LuckyJob()
+    chosen = job.run()
+    assert chosen is not None
+    first = job.taken.index(500_000) + 1
+    assert set(job.taken[first:]) == {250_000, 500_000}
+    assert job.taken[first : first + 2] == [250_000, 500_000]
+    assert all(job.taken.count(size) <= 3 for size in job.taken)
+    assert chosen.kept.partition_bytes == job.current.partition_bytes == 500_000
+
+
+def test_sizes_of_which_the_faster_is_clear_are_measured_once() -> None:
+    class ExactJob(LuckyJob):
+        spread = 0.0001
+
+    job = ExactJob()
+    job.run()
+    assert all(job.taken.count(size) == 1 for size in job.taken)
+
+
+def test_training_that_ends_while_sizes_are_measured_in_turn_is_over() -> None:
+    whole = LuckyJob()
+    whole.run()
+    for after in range(len(whole.taken)):
+        chosen = LuckyJob(ends_after=after).run()
+        assert chosen is not None
+        assert chosen.reason == "unfinished"
+
+
 def test_what_was_measured_suffices_if_nothing_more_can_be() -> None:
     class OnceJob(Job):
         taken = 0
