@@ -66,7 +66,7 @@ MOST_STATIC_LOSS = 0.02
 
 #: Sizes are profiled again, so often at most in all, while the standard error of their step time is above this share of it, as
 #: where processors are short. With 5 steps, 4 workers on two cores took sizes with which a step is 5 to 20 % longer. In the end
-#: sizes that may be the fastest are profiled again in turn, as often, until it is clear which are.
+#: sizes that may be the fastest are profiled again in turn until it is clear which is.
 MAX_ERROR, MOST_PROFILES = 0.01, 3
 _MOST_SAMPLES = MOST_PROFILES * PROFILE_STEPS
 
@@ -241,13 +241,12 @@ class AutoChoice:
                 return Chosen(incumbent, context.current(), "chosen")
             samples += profile.samples
             self._profiles[config] = replace(profile, samples=samples)
-            is_exact = len(samples) >= PROFILE_STEPS and self._error(config) <= MAX_ERROR * self._seconds(config)
-            if is_exact or len(samples) >= _MOST_SAMPLES:
+            if self._error(config) <= MAX_ERROR * self._seconds(config) or len(samples) >= _MOST_SAMPLES:
                 break
         return None
 
     def _compare(self, group: int, manifest: Manifest) -> Chosen | None:
-        """Profile sizes again, in turn, until it is clear which are the fastest. The result is that of :meth:`_measure`."""
+        """Profile sizes again, in turn, until it is clear which are the fastest. Returns what :meth:`_measure` does."""
         while (config := self._least_known_rival()) is not None:
             known = self._profiles[config].samples
             if (over := self._measure(group, manifest, config)) is not None:
@@ -257,8 +256,8 @@ class AutoChoice:
         return None
 
     def _least_known_rival(self) -> SchedulerConfig | None:
-        """Return the configuration with the fewest measured steps among the fastest one and those that may be faster. None if
-        none may be, or if all of these were profiled often enough."""
+        """Return the configuration with the fewest measured steps among the fastest one and those that may be faster. None if it
+        is clear that no other one is faster by more than :data:`EQUAL_MEASUREMENTS`, or if all were profiled often enough."""
         fastest = min(self._profiles, key=self._seconds)
         rivals = [config for config in self._profiles if config != fastest and not self._is_slower(config, fastest)]
         limit = EQUAL_MEASUREMENTS * self._seconds(fastest)
@@ -271,7 +270,9 @@ class AutoChoice:
         return self._profiles[config].step_seconds
 
     def _error(self, config: SchedulerConfig) -> float:
-        """The standard error of :meth:`_seconds`."""
+        """The standard error of :meth:`_seconds`. It is infinite for a few steps, which may be alike by chance."""
+        if len(self._profiles[config].samples) < PROFILE_STEPS:
+            return math.inf
         return standard_error(list(self._profiles[config].samples), self._seconds(config))
 
     def _is_slower(self, config: SchedulerConfig, fastest: SchedulerConfig) -> bool:
@@ -289,7 +290,7 @@ class AutoChoice:
 
     def _best(self) -> SchedulerConfig:
         """The fastest configuration. Of those that are as fast within :data:`EQUAL_MEASUREMENTS`, the one with the largest
-        partition, and of these the last."""
+        partition, and of these the one that was used last."""
         limit = (1 + EQUAL_MEASUREMENTS) * min(map(self._seconds, self._profiles))
         equal = [config for config in reversed(self._used) if config in self._profiles and self._seconds(config) <= limit]
         return max(equal, key=lambda config: config.partition_bytes)

@@ -91,7 +91,7 @@ def fitted_link(guess: LinkEstimate, seen: Sequence[Busy]) -> LinkEstimate:
 @dataclass(frozen=True)
 class Measured:
     """The result of a profile. ``samples`` are the seconds of each step with the configuration in use;
-    of several profiles in a row the last one has those of all.
+    of several profiles of one configuration the last one has those of all.
 
     ``waited_seconds`` has the median time per step for which the engine waited for a tensor's average, by the tensor's name.
 

@@ -434,8 +434,8 @@ class Unmoved(Model):
 
 
 class LuckyJob(Job):
-    """Steps with 250 KB are as long as those with 500 KB in the first profile, and 1.5 % longer from then on. Steps vary by
-    ``spread``."""
+    """Steps with 250 KB are as long as those with 500 KB in the first profile, and 1.5 % longer from then on. With other sizes they
+    are clearly longer. Steps vary by ``spread``."""
 
     spread = 0.005
 
@@ -443,15 +443,18 @@ class LuckyJob(Job):
         self.taken: list[int] = []  # the partition of each profile
         super().__init__(
             lambda config: {250_000: 1.015, 500_000: 1.0}.get(config.partition_bytes, 2.0),
-            lambda config: {250_000: 1.0, 500_000: 1.0, 1_000_000: 1.2}.get(config.partition_bytes, 2.0),
+            lambda config: {250_000: 1.0, 500_000: 1.0, 1_000_000: 1.04}.get(config.partition_bytes, 2.0),
             ends_after=ends_after,
         )
         self.current = SchedulerConfig(250_000, 1_000_000)
+        self.first = 99  # profiles before nothing more can be measured
 
     def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> Model:
         return Unmoved(self, 1)
 
     def profile(self, group: int, manifest: Manifest) -> Measured | None:
+        if len(self.taken) >= self.first:
+            raise NothingMeasured("5 steps were observed, none of them complete")
         found = super().profile(group, manifest)
         size = self.current.partition_bytes
         middle = 0.999 if size == 250_000 and size not in self.taken else self.truth(self.current)
@@ -463,11 +466,29 @@ def test_sizes_of_which_the_faster_is_not_clear_are_measured_again_in_turn() -> 
     job = LuckyJob()
     chosen = job.run()
     assert chosen is not None
-    first = job.taken.index(500_000) + 1
-    assert set(job.taken[first:]) == {250_000, 500_000}
-    assert job.taken[first : first + 2] == [250_000, 500_000]
+    assert job.taken[:5] == [250_000, 500_000, 1_000_000, 250_000, 500_000]
+    assert job.taken.count(1_000_000) == 1
     assert all(job.taken.count(size) <= 3 for size in job.taken)
     assert chosen.kept.partition_bytes == job.current.partition_bytes == 500_000
+
+
+def test_sizes_are_not_measured_without_end_where_steps_vary_much() -> None:
+    class WildJob(LuckyJob):
+        spread = 0.1
+
+    job = WildJob()
+    job.run()
+    assert {job.taken.count(size) for size in job.taken} == {3}
+
+
+@pytest.mark.parametrize("first", [3, 4])
+def test_what_was_measured_in_turn_suffices_if_nothing_more_can_be(first: int) -> None:
+    job = LuckyJob()
+    job.first = first
+    chosen = job.run()
+    assert chosen is not None
+    assert chosen.finished
+    assert len(job.taken) == first
 
 
 def test_sizes_of_which_the_faster_is_clear_are_measured_once() -> None:

@@ -16,7 +16,7 @@ from ...core.group import TensorGroup
 from ...core.plan import Plan
 from .slot import GRADIENT_TRANSITIONS, GradientState, Slot
 
-#: The size up to which a gradient waits for others. To copy a larger one takes longer than the calls, and should not be late.
+#: The size up to which a gradient waits for others. A larger one should be copied early: its copy takes longer than the calls.
 _MAX_BYTES = 1 << 16
 
 _STRIDED = torch.strided
@@ -54,6 +54,7 @@ class Pack:
             or slot.state is not _EXPECTED
             or sys.getrefcount(held) > slot.references + 1
             or gradient is held
+            or type(gradient) is not torch.Tensor
             or gradient.dtype is not slot.dtype
             or gradient.layout is not _STRIDED
             or gradient.requires_grad
@@ -101,7 +102,7 @@ class Packs:
         """Begin a round of all ``groups``, which hold the gradients of ``slots``.
 
         Args:
-            allowed: whether there may be packs. Otherwise each gradient is submitted alone.
+            allowed: whether there may be packs. Otherwise each gradient is submitted by the long way.
         """
         plans = [group.plan for group in groups] if allowed else []
         if len(plans) != len(self._plans) or any(plan is not known for plan, known in zip(plans, self._plans)):

@@ -132,7 +132,7 @@ class Slot:
         self.notify_ready: Callable[..., None]  # set with the proxies: notifies the core that the gradient is in the view
         self.group: TensorGroup  # set with the proxies
         self.tensor = -1  # its index in the group, if exactly one tensor travels for it
-        self.pack: Pack | None = None  # submits the gradient together with others
+        self.pack: Pack | None = None  # submits the gradient by the shortest way
         self.view: torch.Tensor = parameter  # a placeholder until the buffers exist
         self.address = 0  # the view's address; the next four are the view's device, dtype, shape and stride
         self.device, self.dtype = parameter.device, parameter.dtype

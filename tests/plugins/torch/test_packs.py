@@ -1,4 +1,4 @@
-"""Small gradients that share a partition are copied and submitted together, when the last of them is there."""
+"""The shortest way to the core: small gradients that share a partition are copied and submitted when the last of them is there."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ def test_the_last_one_copies_and_submits_all(group: TensorGroup) -> None:
         torch.ones(2).to_sparse(),
         torch.ones(2, requires_grad=True),
         torch.ones(2, device="meta"),
+        torch.ones(2).as_subclass(nn.Parameter),
     ],
 )
 def test_what_is_not_as_registered_is_not_taken(group: TensorGroup, gradient: torch.Tensor) -> None:
