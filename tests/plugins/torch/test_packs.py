@@ -1,4 +1,4 @@
-"""The shortest way to the core: small gradients that share a partition are copied and submitted when the last of them is there."""
+"""The shortest way to the core. Small gradients that share a partition are submitted when the last of them is there."""
 
 from __future__ import annotations
 
