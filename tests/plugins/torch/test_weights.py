@@ -50,7 +50,7 @@ def job(
 
 def flip_a_bit(parameter: torch.Tensor) -> None:
     """As a bad memory, or a bad link, may do."""
-    parameter.data.as_strided((parameter.numel(),), (1,)).view(torch.int64)[-1] ^= 1 << 20
+    parameter.data.as_strided((1,), (1,), parameter.storage_offset()).view(torch.int64)[-1] ^= 1 << 20
 
 
 def with_frozen() -> nn.Module:
@@ -64,8 +64,23 @@ def with_strides() -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
 
+def with_every_other_column() -> nn.Module:
+    """A weight that is a slice with a step: no view of its bytes is contiguous."""
+    model = mlp()
+    wide = model[2].weight.detach().repeat_interleave(2, dim=1)
+    model[2].weight = nn.Parameter(wide[:, ::2])
+    return model
+
+
 @pytest.mark.parametrize(
-    ("model", "name"), [(mlp, "2.weight"), (mlp, "0.bias"), (with_frozen, "0.weight"), (with_strides, "2.weight")]
+    ("model", "name"),
+    [
+        (mlp, "2.weight"),
+        (mlp, "0.bias"),
+        (with_frozen, "0.weight"),
+        (with_strides, "2.weight"),
+        (with_every_other_column, "2.weight"),
+    ],
 )
 def test_a_bit_that_flips_on_one_rank(model: Callable[[], nn.Module], name: str) -> None:
     def loop(data: Data, its_model: nn.Module, optimizer: Any) -> None:
