@@ -58,7 +58,7 @@ TELLING_FACTORS, MAX_TELLING_LOSS = (4, 2), 0.05
 
 #: A configuration is clearly slower if its steps are longer by more than this, and by more than so many standard errors of the
 #: difference.
-EQUAL_MEASUREMENTS, CLEAR_ERRORS = 0.005, 2
+CLEAR_DIFFERENCE, CLEAR_ERRORS = 0.005, 2
 
 #: Sizes whose measured step times differ by less than this count as equal, and the largest partition is kept. With 0.5 %, two
 #: workers once kept partitions of 1.26 MB instead of 0.28 MB, which were 4 % slower in the steps after that. With 0.2 %, four
@@ -282,7 +282,7 @@ class AutoChoice:
 
     def _is_slower(self, config: SchedulerConfig, fastest: SchedulerConfig) -> bool:
         """Whether ``config`` is clearly slower than ``fastest``."""
-        least = max(EQUAL_MEASUREMENTS * self._seconds(fastest), self._uncertainty(config, fastest))
+        least = max(CLEAR_DIFFERENCE * self._seconds(fastest), self._uncertainty(config, fastest))
         return self._seconds(config) > self._seconds(fastest) + least
 
     def _uncertainty(self, one: SchedulerConfig, other: SchedulerConfig) -> float:

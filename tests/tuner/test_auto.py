@@ -447,13 +447,13 @@ class LuckyJob(Job):
             ends_after=ends_after,
         )
         self.current = SchedulerConfig(250_000, 1_000_000)
-        self.first = 99  # profiles before nothing more can be measured
+        self.most_profiles = 99  # before nothing more can be measured
 
     def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> Model:
         return Unmoved(self, 1)
 
     def profile(self, group: int, manifest: Manifest) -> Measured | None:
-        if len(self.taken) >= self.first:
+        if len(self.taken) >= self.most_profiles:
             raise NothingMeasured("5 steps were observed, none of them complete")
         found = super().profile(group, manifest)
         size = self.current.partition_bytes
@@ -484,7 +484,7 @@ def test_sizes_are_not_measured_without_end_where_steps_vary_much() -> None:
 @pytest.mark.parametrize("first", [3, 4])
 def test_what_was_measured_in_turn_suffices_if_nothing_more_can_be(first: int) -> None:
     job = LuckyJob()
-    job.first = first
+    job.most_profiles = first
     chosen = job.run()
     assert chosen is not None
     assert chosen.finished

@@ -164,8 +164,8 @@ class Round:
         self.without.forget()
 
     def _may_pack(self) -> bool:
-        """Whether there may be packs. A device says itself when each of them is there, and an observer notes
-        the time of each."""
+        """Whether there may be packs. A device says itself when each gradient is there, and an observer notes the time of
+        each."""
         is_host = self._session.device == "cpu" and self._places.device.layer is None
         return is_host and not self._session.is_observed and self.factor == 1.0
 
