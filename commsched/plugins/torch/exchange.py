@@ -151,8 +151,9 @@ class GradientExchange:
             self.wait(slot)
 
     def _await_update(self, slot: Slot) -> None:
-        if self.put_in_place is not None:
-            self.put_in_place(slot)
+        put_in_place = self.put_in_place  # another thread may set it to None
+        if put_in_place is not None:
+            put_in_place(slot)
 
     def _before_round(self) -> None:
         complete_updates = self._complete_updates()

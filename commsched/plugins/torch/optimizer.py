@@ -107,6 +107,7 @@ class ScheduledOptimizer(Optimizer):
         self._exchange: GradientExchange | None = None
         self._ended: str | None = None  # the name of a parameter that another ScheduledOptimizer owns now
         self._pending: dict[int, Slot] = {}  # outstanding updates by flag, front layers first
+        self._updates_running = 0  # more than one if code of the user reads another parameter within an update
         self._lock = threading.RLock()
         parameters = parameters_of(optimizer)
         outside = outside_of(model, optimizer)
@@ -508,14 +509,16 @@ class ScheduledOptimizer(Optimizer):
                     )
             for slot in batch:
                 del self._pending[slot.flag]
+            self._updates_running += 1
             try:
                 with exchange.places.device.updating():
                     if self._undo is not None:
                         self._undo.before_update([slot.parameter for slot in used])
                     self._update(used)
-                if self._undo is not None:
+                if self._undo is not None and self._updates_running == 1:  # else the outer update is still half made
                     self._undo.after_update()
             finally:
+                self._updates_running -= 1
                 for slot in batch:
                     slot.state = GRADIENT_TRANSITIONS[slot.state, "update"]  # advance() is one more call for each parameter
                     if slot.zero_later:
@@ -525,7 +528,7 @@ class ScheduledOptimizer(Optimizer):
                         slot.record.release(slot.parameter)
                         gradient = slot.gradient
                         slot.record_of_gradient(gradient).release(gradient)
-                if not self._pending:
+                if not self._pending and not self._updates_running:  # else other threads must wait for one
                     exchange.put_in_place = None
 
     def _copy_while_waiting(self, exchange: GradientExchange, needed: Slot) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 
 from commsched.plugins.torch import ScheduledOptimizer
+from commsched.plugins.torch.exchange import GradientExchange
 
 from ..where import here
 from .loop import Data, mlp, require_plain
@@ -119,6 +120,66 @@ def test_what_the_training_thread_does_meanwhile(name: str) -> None:
         return gradients, [group["lr"] for group in optimizer.param_groups], [len(g["params"]) for g in optimizer.param_groups]
 
     require_plain(loop, optimizer=gated)
+
+
+class Reads(optim.SGD):
+    """Before an update of the first layer's weights, it does once what it finds in ``before``."""
+
+    before: list[Callable[[], None]] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.before and any(parameter.shape == (8, 4) for parameter in self.param_groups[0]["params"]):
+            self.before.pop()()
+        return super().step(closure)
+
+
+class Made:
+    """What an elastic job notes of updates."""
+
+    made = 0
+
+    def copy_while(self, *_: Any) -> None: ...
+
+    def before_update(self, *_: Any) -> None: ...
+
+    def after_update(self) -> None:
+        self.made += 1
+
+
+def test_another_thread_waits_for_an_update_within_which_the_last_one_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's optimizer reads the last layer while it updates the first: no update is outstanding then, but one runs."""
+    monkeypatch.setattr(GradientExchange, "those_there", lambda *_: ())  # else one update is of both layers
+
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        optimizer = wrapped_per_parameter(data, model, optimizer)
+        seen: list[torch.Tensor] = []
+        another = threading.Thread(target=lambda: seen.append(model[0].weight * 1), daemon=True)
+        data.loss(model, 0).backward()
+        optimizer.step()
+        if isinstance(optimizer, ScheduledOptimizer):
+
+            def read_all() -> None:
+                for parameter in list(model.parameters())[1:]:
+                    parameter.sum()
+                assert not optimizer._pending
+                another.start()
+                another.join(0.2)  # in which it would read what is not updated yet
+                assert another.is_alive()
+
+            optimizer.optimizer.before = [read_all]  # type: ignore[attr-defined]
+            undo = Made()
+            optimizer._undo = undo  # type: ignore[assignment]
+            model[0].weight.sum()
+            assert undo.made == 1, "an update counted as made that was still half made"
+            optimizer._undo = None
+            assert not optimizer.optimizer.before  # type: ignore[attr-defined]
+            assert optimizer._exchange.put_in_place is None  # type: ignore[union-attr]
+        else:
+            another.start()
+        another.join(PATIENCE_SECONDS)
+        return seen
+
+    require_plain(loop, optimizer=lambda model: Reads(model.parameters(), lr=0.1))
 
 
 def _zero_gradient(model: Any) -> None:
