@@ -447,7 +447,7 @@ class LuckyJob(Job):
             ends_after=ends_after,
         )
         self.current = SchedulerConfig(250_000, 1_000_000)
-        self.most_profiles = 99  # before nothing more can be measured
+        self.most_profiles = 99  # after so many, nothing more can be measured
 
     def open_model(self, measured: Measured, incumbent: SchedulerConfig, stack: ExitStack) -> Model:
         return Unmoved(self, 1)

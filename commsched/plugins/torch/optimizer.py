@@ -107,7 +107,7 @@ class ScheduledOptimizer(Optimizer):
         self._exchange: GradientExchange | None = None
         self._ended: str | None = None  # the name of a parameter that another ScheduledOptimizer owns now
         self._pending: dict[int, Slot] = {}  # outstanding updates by flag, front layers first
-        self._updates_running = 0  # more than one if code of the user reads another parameter within an update
+        self._updates_running = 0  # they are nested if the user's code reads another parameter within one
         self._lock = threading.RLock()
         parameters = parameters_of(optimizer)
         outside = outside_of(model, optimizer)
@@ -528,7 +528,7 @@ class ScheduledOptimizer(Optimizer):
                         slot.record.release(slot.parameter)
                         gradient = slot.gradient
                         slot.record_of_gradient(gradient).release(gradient)
-                if not self._pending and not self._updates_running:  # else other threads must wait for one
+                if not self._pending and not self._updates_running:  # else other threads wait for it
                     exchange.put_in_place = None
 
     def _copy_while_waiting(self, exchange: GradientExchange, needed: Slot) -> None:

@@ -49,8 +49,8 @@ def job(
 
 
 def flip_a_bit(parameter: torch.Tensor) -> None:
-    """As a bad memory, or a bad link, may do."""
-    parameter.data.as_strided((1,), (1,), parameter.storage_offset()).view(torch.int64)[-1] ^= 1 << 20
+    """It does what a bad memory, or a bad link, may do."""
+    parameter.data.as_strided((1,), (1,), parameter.storage_offset()).view(torch.int64)[0] ^= 1 << 20
 
 
 def with_frozen() -> nn.Module:
@@ -65,7 +65,7 @@ def with_strides() -> nn.Module:
 
 
 def with_every_other_column() -> nn.Module:
-    """A weight that is a slice with a step: no view of its bytes is contiguous."""
+    """The model has a weight that is a slice with a step, so no view of its bytes is contiguous."""
     model = mlp()
     wide = model[2].weight.detach().repeat_interleave(2, dim=1)
     model[2].weight = nn.Parameter(wide[:, ::2])

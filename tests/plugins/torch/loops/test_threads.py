@@ -134,7 +134,7 @@ class Reads(optim.SGD):
 
 
 class Made:
-    """What an elastic job notes of updates."""
+    """It takes the place of an elastic job's ``Undo``, and counts the updates that are noted as made."""
 
     made = 0
 
@@ -148,7 +148,7 @@ class Made:
 
 def test_another_thread_waits_for_an_update_within_which_the_last_one_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's optimizer reads the last layer while it updates the first: no update is outstanding then, but one runs."""
-    monkeypatch.setattr(GradientExchange, "those_there", lambda *_: ())  # else one update is of both layers
+    monkeypatch.setattr(GradientExchange, "those_there", lambda *_: ())  # else one update would be of both layers
 
     def loop(data: Data, model: Any, optimizer: Any) -> Any:
         optimizer = wrapped_per_parameter(data, model, optimizer)
@@ -163,7 +163,7 @@ def test_another_thread_waits_for_an_update_within_which_the_last_one_was_made(m
                     parameter.sum()
                 assert not optimizer._pending
                 another.start()
-                another.join(0.2)  # in which it would read what is not updated yet
+                another.join(0.2)  # without the wait, the thread reads the old value within this time
                 assert another.is_alive()
 
             optimizer.optimizer.before = [read_all]  # type: ignore[attr-defined]
