@@ -47,7 +47,7 @@ _MEASURED_BYTES = 512 * 1024
 #: incomplete push, so ``sent`` has returned before the answer comes.
 _MOST_REST_BYTES = 64 * 1024
 
-#: A larger message is received when it is there as a whole, or when this many of its bytes are there.
+#: A larger payload is received when it is there as a whole, or when this many of its bytes are there.
 LARGE_BYTES, _AWAITED_BYTES = 32 * 1024, 512 * 1024
 
 #: The most parts of messages that leave by one call. Linux accepts 1024.
@@ -142,31 +142,30 @@ class TcpConnection:
     def _fill(self, memory: memoryview) -> bool:
         """Fill ``memory`` from the socket. Returns False if the other end had ended before the first byte."""
         filled, wanted = 0, len(memory)
-        receive, is_large = self._socket.recv_into, wanted > LARGE_BYTES
+        is_large = wanted > LARGE_BYTES
         flags = socket.MSG_DONTWAIT if is_large else socket.MSG_WAITALL
         try:
-            while True:
+            while filled < wanted:
+                if is_large:
+                    # It does not try to receive before: a large payload is rarely there as a whole, and each call may have to
+                    # wait for the interpreter's lock.
+                    self._wait_for(wanted - filled)
                 try:
-                    received = receive(memory[filled:] if filled else memory, 0, flags)
-                except BlockingIOError:  # nothing is there, or nothing has come for a while
+                    received = self._socket.recv_into(memory[filled:] if filled else memory, 0, flags)
+                except BlockingIOError:  # nothing has come for a while
                     if not is_large:
                         require_answers(self._socket, self._fail_after_seconds + 2.0)
-                        continue
-                else:
-                    filled += received
-                    if filled == wanted:
-                        if self._awaited > 1:
-                            self._await(1)
-                        return True
-                    if not received:
-                        break
-                if is_large:
-                    self._wait_for(wanted - filled)
+                    continue
+                if not received:
+                    break
+                filled += received
+            if self._awaited > 1:
+                self._await(1)
         except OSError as error:
             raise self._broken(error) from error
-        if filled:
+        if 0 < filled < wanted:
             raise self._broken("it ended in the middle of a message")
-        return False
+        return filled == wanted
 
     def _wait_for(self, nbytes: int) -> None:
         """Return when ``nbytes`` or half of the kernel's memory for them have come, or the other end has ended. Waking up for

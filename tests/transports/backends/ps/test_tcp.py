@@ -661,6 +661,93 @@ def test_a_large_message_is_waited_for_until_it_is_there_and_not_longer(monkeypa
         assert list(frames) == []
 
 
+def _push(number: int, nbytes: int) -> Frame:
+    return Frame(FrameKind.PUSH, 0, 0, number, "uint8", 0, nbytes, bytes([number + 1]) * nbytes)
+
+
+@given(st.lists(st.sampled_from([1, LARGE, LARGE + 1, 2 * LARGE, AWAITED + 1]), min_size=1, max_size=4), st.data())
+@settings(max_examples=25)
+def test_large_and_small_messages_come_as_they_were_however_their_bytes_arrive(sizes, data):
+    sent = [_push(number, nbytes) for number, nbytes in enumerate(sizes)]
+    message = b"".join(map(encode, sent))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(message) - 1), max_size=4)))
+    with Pair() as pair:
+        reader = DaemonExecutor("test").submit(list, pair.connection.frames(place))
+        for start, stop in zip([0, *cuts], [*cuts, len(message)]):
+            pair.bare.sendall(message[start:stop])
+        pair.bare.shutdown(socket.SHUT_WR)
+        assert reader.result(60) == sent
+
+
+class Counted:
+    """A socket that counts the calls of ``recv_into`` for large payloads."""
+
+    def __init__(self, wrapped: socket.socket) -> None:
+        self._wrapped = wrapped
+        self.calls = 0
+
+    def recv_into(self, memory: memoryview, nbytes: int, flags: int) -> int:
+        self.calls += len(memory) > LARGE
+        return self._wrapped.recv_into(memory, nbytes, flags)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._wrapped, name)
+
+
+def test_one_call_receives_a_large_payload_and_none_is_made_before_it_is_there(monkeypatch):
+    push = _push(0, LARGE + 1)
+    with Pair(fail_after_seconds=NEVER_SECONDS) as pair:
+        wait, rest = pair.connection._wait_for, encode(push)[HEADER_BYTES:]
+
+        def send_and_wait(missing: int) -> None:
+            pair.bare.sendall(rest[:-1])
+            DaemonExecutor("test").submit(pair.bare.sendall, rest[-1:])
+            wait(missing)
+
+        monkeypatch.setattr(pair.connection, "_wait_for", send_and_wait)
+        monkeypatch.setattr(pair.connection, "_socket", Counted(pair.connection._socket))
+        pair.bare.sendall(encode(push)[:HEADER_BYTES])
+        assert next(pair.connection.frames(place)) == push
+        assert pair.connection._socket.calls == 1
+
+
+def test_the_last_bytes_of_a_large_payload_are_waited_for_and_no_more():
+    push = _push(0, AWAITED + LARGE + 1)
+    with Pair(fail_after_seconds=NEVER_SECONDS) as pair:
+        reader = DaemonExecutor("test").submit(next, pair.connection.frames(place))
+        pair.bare.sendall(encode(push))
+        assert reader.result(60) == push
+
+
+def test_a_large_payload_may_pause_for_long(monkeypatch):
+    push = _push(0, 2 * LARGE)
+    with Pair(fail_after_seconds=0.1) as pair:
+        wait, waits = pair.connection._wait_for, []
+
+        def send_late(missing: int) -> None:
+            waits.append(missing)
+            if len(waits) == 2:  # the first wait has given up with nothing there
+                pair.bare.sendall(encode(push)[HEADER_BYTES:])
+            wait(missing)
+
+        monkeypatch.setattr(pair.connection, "_wait_for", send_late)
+        pair.bare.sendall(encode(push)[:HEADER_BYTES])
+        assert next(pair.connection.frames(place)) == push
+        assert waits[:2] == [2 * LARGE, 2 * LARGE]
+
+
+def test_while_a_large_payload_pauses_the_other_host_is_asked_for(monkeypatch):
+    def gone(*_: object) -> None:
+        raise TimeoutError("its host has not answered")
+
+    monkeypatch.setattr(tcp_connection, "require_answers", gone)
+    with Pair(fail_after_seconds=0.1) as pair:
+        reader = DaemonExecutor("test").submit(next, pair.connection.frames(place))
+        pair.bare.sendall(encode(_push(0, 2 * LARGE))[:HEADER_BYTES])
+        with pytest.raises(StreamBroken, match="its host has not answered"):
+            reader.result(60)
+
+
 def test_an_end_within_a_large_message_is_found_at_once():
     frame = Frame(FrameKind.PUSH, 0, 0, 0, "uint8", 0, AWAITED, bytes(AWAITED))
     with Pair(fail_after_seconds=NEVER_SECONDS) as pair:
