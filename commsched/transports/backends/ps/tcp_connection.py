@@ -147,8 +147,8 @@ class TcpConnection:
         try:
             while filled < wanted:
                 if is_large:
-                    # It does not try to receive before: a large payload is rarely there as a whole, and each call may have to
-                    # wait for the interpreter's lock.
+                    # It does not try to receive before that: a large payload is rarely there as a whole, and each call may
+                    # have to wait for the interpreter's lock.
                     self._wait_for(wanted - filled)
                 try:
                     received = self._socket.recv_into(memory[filled:] if filled else memory, 0, flags)
@@ -168,8 +168,8 @@ class TcpConnection:
         return filled == wanted
 
     def _wait_for(self, nbytes: int) -> None:
-        """Return when ``nbytes`` or half of the kernel's memory for them have come, or the other end has ended. Waking up for
-        each packet instead takes more time than to receive them."""
+        """Return when ``nbytes``, or :data:`_AWAITED_BYTES` of them, have come, the other end has ended, or nothing has come
+        for a while. Waking up for each packet instead takes more time than to receive them."""
         if (awaited := min(nbytes, _AWAITED_BYTES)) != self._awaited:
             self._await(awaited)
         if not self._readable.poll(self._poll_ms):

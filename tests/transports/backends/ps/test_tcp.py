@@ -585,6 +585,10 @@ class Pair:
         self.bare.close()
 
 
+def frame_of(number: int, nbytes: int, kind: FrameKind = FrameKind.PUSH) -> Frame:
+    return Frame(kind, 0, 0, number, "uint8", 0, nbytes, bytes([1 + number % 251]) * nbytes, number)
+
+
 def place(frame: Frame) -> memoryview:
     return memoryview(bytearray(frame.stop - frame.start))
 
@@ -661,14 +665,10 @@ def test_a_large_message_is_waited_for_until_it_is_there_and_not_longer(monkeypa
         assert list(frames) == []
 
 
-def _push(number: int, nbytes: int) -> Frame:
-    return Frame(FrameKind.PUSH, 0, 0, number, "uint8", 0, nbytes, bytes([number + 1]) * nbytes)
-
-
 @given(st.lists(st.sampled_from([1, LARGE, LARGE + 1, 2 * LARGE, AWAITED + 1]), min_size=1, max_size=4), st.data())
 @settings(max_examples=25)
 def test_large_and_small_messages_come_as_they_were_however_their_bytes_arrive(sizes, data):
-    sent = [_push(number, nbytes) for number, nbytes in enumerate(sizes)]
+    sent = [frame_of(number, nbytes) for number, nbytes in enumerate(sizes)]
     message = b"".join(map(encode, sent))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(message) - 1), max_size=4)))
     with Pair() as pair:
@@ -695,7 +695,7 @@ class Counted:
 
 
 def test_one_call_receives_a_large_payload_and_none_is_made_before_it_is_there(monkeypatch):
-    push = _push(0, LARGE + 1)
+    push = frame_of(0, LARGE + 1)
     with Pair(fail_after_seconds=NEVER_SECONDS) as pair:
         wait, rest = pair.connection._wait_for, encode(push)[HEADER_BYTES:]
 
@@ -712,7 +712,7 @@ def test_one_call_receives_a_large_payload_and_none_is_made_before_it_is_there(m
 
 
 def test_the_last_bytes_of_a_large_payload_are_waited_for_and_no_more():
-    push = _push(0, AWAITED + LARGE + 1)
+    push = frame_of(0, AWAITED + LARGE + 1)
     with Pair(fail_after_seconds=NEVER_SECONDS) as pair:
         reader = DaemonExecutor("test").submit(next, pair.connection.frames(place))
         pair.bare.sendall(encode(push))
@@ -720,7 +720,7 @@ def test_the_last_bytes_of_a_large_payload_are_waited_for_and_no_more():
 
 
 def test_a_large_payload_may_pause_for_long(monkeypatch):
-    push = _push(0, 2 * LARGE)
+    push = frame_of(0, 2 * LARGE)
     with Pair(fail_after_seconds=0.1) as pair:
         wait, waits = pair.connection._wait_for, []
 
@@ -743,7 +743,7 @@ def test_while_a_large_payload_pauses_the_other_host_is_asked_for(monkeypatch):
     monkeypatch.setattr(tcp_connection, "require_answers", gone)
     with Pair(fail_after_seconds=0.1) as pair:
         reader = DaemonExecutor("test").submit(next, pair.connection.frames(place))
-        pair.bare.sendall(encode(_push(0, 2 * LARGE))[:HEADER_BYTES])
+        pair.bare.sendall(encode(frame_of(0, 2 * LARGE))[:HEADER_BYTES])
         with pytest.raises(StreamBroken, match="its host has not answered"):
             reader.result(60)
 
@@ -808,13 +808,9 @@ def writes(monkeypatch):
         yield pair, happened, may_send
 
 
-def small(number: int, nbytes: int, kind: FrameKind = FrameKind.PUSH) -> Frame:
-    return Frame(kind, 0, 0, number, "uint8", 0, nbytes, bytes([number % 251]) * nbytes, number)
-
-
 def test_small_messages_that_wait_leave_by_one_call_and_never_more_than_may_be_committed(writes):
     pair, happened, may_send = writes
-    frames = [small(number, 10_000) for number in range(20)]
+    frames = [frame_of(number, 10_000) for number in range(20)]
     for frame in frames:
         pair.outbox.put(frame, lambda: happened.append("sent"))
     may_send.set()
@@ -831,7 +827,7 @@ def test_small_messages_that_wait_leave_by_one_call_and_never_more_than_may_be_c
 
 def test_many_tiny_messages_leave_by_calls_that_the_kernel_accepts(writes):
     pair, happened, may_send = writes
-    frames = [small(number, 1, FrameKind.RESULT) for number in range(2000)]
+    frames = [frame_of(number, 1, FrameKind.RESULT) for number in range(2000)]
     for frame in frames:
         pair.outbox.put(frame)
     may_send.set()
@@ -843,7 +839,7 @@ def test_many_tiny_messages_leave_by_calls_that_the_kernel_accepts(writes):
 def test_the_end_of_a_push_leaves_with_the_next_message(writes):
     pair, happened, may_send = writes
     nbytes = 3 * tcp_connection._MOST_REST_BYTES
-    frames = [small(number, nbytes) for number in range(3)]
+    frames = [frame_of(number, nbytes) for number in range(3)]
     for frame in frames:
         pair.outbox.put(frame, lambda: happened.append("sent"))
     may_send.set()
@@ -864,7 +860,7 @@ def test_the_kernel_holds_what_leaves_in_a_short_time(monkeypatch, bytes_per_sec
     nbytes = tcp_connection._MEASURED_BYTES
     with Pair() as pair:
         for number in range(2):
-            frame = small(number, nbytes, FrameKind.RESULT if number else FrameKind.PUSH)
+            frame = frame_of(number, nbytes, FrameKind.RESULT if number else FrameKind.PUSH)
             pair.outbox.put(frame, None if number else lambda: None)
             exactly(pair.bare, HEADER_BYTES + nbytes)
         pair.outbox.finish()
@@ -876,7 +872,7 @@ def test_the_kernel_holds_what_leaves_in_a_short_time(monkeypatch, bytes_per_sec
 
 def test_the_kernel_knows_how_fast_bytes_leave():
     with Pair() as pair:
-        frame = small(0, 4 * tcp_connection._MEASURED_BYTES)
+        frame = frame_of(0, 4 * tcp_connection._MEASURED_BYTES)
         pair.outbox.put(frame)
         exactly(pair.bare, frame.nbytes)
         assert 1e6 < tcp_connection.delivery_rate(pair.connection._socket) < 1e12
@@ -887,7 +883,7 @@ def test_the_rest_of_a_push_is_smaller_as_soon_as_the_link_is_slow(writes, monke
     pair, happened, may_send = writes
     monkeypatch.setattr(tcp_connection, "delivery_rate", lambda connected: 1_000_000)
     nbytes, before, slow = tcp_connection._MEASURED_BYTES, tcp_connection._MOST_REST_BYTES, 8 * 1024
-    frames = [small(number, nbytes) for number in range(3)]
+    frames = [frame_of(number, nbytes) for number in range(3)]
     for frame in frames:
         pair.outbox.put(frame, lambda: happened.append("sent"))
     may_send.set()
@@ -971,7 +967,7 @@ def test_the_kernel_may_hold_all_of_a_large_message_but_little_when_the_next_is_
         hold(nbytes)
 
     pair.connection._hold_unsent = noted
-    large, tiny = small(0, 2**20, FrameKind.RESULT), small(1, 10)
+    large, tiny = frame_of(0, 2**20, FrameKind.RESULT), frame_of(1, 10)
     for frame in (large, tiny):
         pair.outbox.put(frame)
     may_send.set()
