@@ -123,7 +123,12 @@ def _partition(value: object, key: str) -> int | None:
 
 
 def _size_or_auto(value: object, key: str) -> int | None:
-    return None if str(value).strip().lower() == "auto" else parse_bytes(value, key)
+    if str(value).strip().lower() == "auto":
+        return None
+    try:
+        return parse_bytes(value, key)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or auto") from None
 
 
 def nearest(word: str, words: Sequence[str]) -> str | None:

@@ -58,6 +58,13 @@ def test_what_is_not_a_size(text: object) -> None:
     assert str(raised.value) == f"partition={text!r} is not a size; write it like 4MB, 512KiB or 65536"
 
 
+@pytest.mark.parametrize("key", ["partition", "credit"])
+def test_a_wrong_size_of_what_can_choose_itself_offers_that(key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(**{key: "4XB"})
+    assert str(raised.value) == f"{key}='4XB' is not a size; write it like 4MB, 512KiB or 65536, or auto"
+
+
 @pytest.mark.parametrize(
     ("text", "rate"),
     [

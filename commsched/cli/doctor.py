@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..control.rendezvous import own_host, read_token, require_strong
-from ..core.errors import CommschedError, ConfigError
+from ..core.errors import CommschedError, ConfigError, error_text
 from ..core.ports import given_out
 from ..core.standard_streams import say_out
 from ..net.tls import identity_of
@@ -46,7 +46,7 @@ def examine(environ: Mapping[str, str]) -> int:
     try:
         settings, mistake = Settings.load({}, environ), None
     except CommschedError as error:
-        settings, mistake = Settings(), f"{type(error).__name__}: {error}"
+        settings, mistake = Settings(), error_text(error)
     for heading, lines in (
         ("versions", _versions()),
         ("engines and libraries", _engines()),

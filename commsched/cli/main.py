@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..control.rendezvous import job_name, read_token, require_strong
-from ..core.errors import CommschedError, ConfigError
+from ..core.errors import CommschedError, ConfigError, error_text
 from ..core.standard_streams import occupy, say_error
 from ..core.world import World
 from ..session.membership import require_can_be_elastic
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.function(arguments))
     except CommschedError as error:
-        say_error(f"commsched: {type(error).__name__}: {error}")
+        say_error(f"commsched: {error_text(error)}")
         return 2
     except KeyboardInterrupt:
         say_error("commsched: interrupted")

@@ -10,7 +10,7 @@ from ..control.client import ControlClient
 from ..control.messages import Member
 from ..control.rendezvous import own_host
 from ..control.witnessed import Witness
-from ..core.errors import CommschedError, ProtocolError
+from ..core.errors import CommschedError, ProtocolError, error_text
 from ..core.interfaces import OnFailure
 from ..core.standard_streams import say_error, say_out
 from ..net.tls import identity_of
@@ -34,7 +34,7 @@ def serve_jobs(address: str, token: str, settings: Settings) -> NoReturn:
                 _serve_job(server, token, settings)
                 ended = "has ended"
             except CommschedError as error:
-                ended = f"has failed: {type(error).__name__}: {error}"
+                ended = f"has failed: {error_text(error)}"
             say_error(f"commsched server: the job {ended}; ready for the next")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, error_text
 from ..core.standard_streams import say_out
 from ..session.trace import read_file
 from ..session.trace_events import TRACKS
@@ -75,7 +75,7 @@ def _read(path: Path) -> list[_Event]:
     try:
         events = read_file(where)["traceEvents"]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where} is no timeline of commsched: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where} is no timeline of commsched: {error_text(error)}") from error
     bars: list[_Event] = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
     if not all(map(_is_ours, bars)) or (bars and all(event["cat"] not in TRACKS for event in bars)):
         raise ConfigError(f"{where} is no timeline of commsched: another program has written its events")

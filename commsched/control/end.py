@@ -21,6 +21,7 @@ from ..core.errors import (
     ProtocolError,
     TransportError,
     UnsupportedError,
+    error_text,
     from_record,
     ranks_text,
     to_record,
@@ -158,7 +159,7 @@ class ControlEnd:
         The first failure in the job counts: it is the one passed to callbacks, and may be another than ``error``.
         """
         if not isinstance(error, CommschedError):
-            text = f"user exception on {self._member}: {type(error).__name__}: {error}"
+            text = f"user exception on {self._member}: {error_text(error)}"
             error = TransportError(text, **self._member.about)
         with self._changed:
             if self._is_over_for_all:  # no other member is left to notify

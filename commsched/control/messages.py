@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, dataclass_transform
 
-from ..core.errors import ProtocolError
+from ..core.errors import ProtocolError, error_text
 from ..version import __version__
 
 ROLES = ("rank", "server")
@@ -317,7 +317,7 @@ def decode(data: bytes) -> Message:
         message: Message = _build(kind, record)
         return message
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"[:200]
+        reason = error_text(error)[:200]
         raise ProtocolError(f"{len(data)} bytes that are not a message of the control channel ({reason})") from error
 
 

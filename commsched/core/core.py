@@ -29,6 +29,7 @@ from .errors import (
     PeerTimeout,
     TransportError,
     UnsupportedError,
+    error_text,
 )
 from .finite import FiniteReport as NotFiniteReport
 from .finite import FirstNotFinite, NotFinite, looks_finite
@@ -559,15 +560,15 @@ class Core:
             self._released.clear()
         if self._failure or self._reported or self._closed:
             return work
-        if (error := self._failed_inside) is not None:
-            return [*work, lambda: self._report(error)]
+        if (failed := self._failed_inside) is not None:
+            return [*work, lambda: self._report(failed)]
         try:
             task = self._order.next()
             if self._agreement is not None:
                 work += self._messages(self._agreement)
         except Exception as error:  # a bug of ours must end the job, not silently end the dispatcher
             log.exception("the agreed order of launches failed")
-            broken = TransportError(f"the agreed order of launches failed: {type(error).__name__}: {error}")
+            broken = TransportError(f"the agreed order of launches failed: {error_text(error)}")
             return [*work, lambda: self._report(broken)]
         if task is not None:
             task.advance("start")
@@ -602,7 +603,7 @@ class Core:
             self._report(error)
         except Exception as error:
             log.exception("the transport raised")
-            self._report(TransportError(f"the transport raised {type(error).__name__}: {error} at {task!r}"))
+            self._report(TransportError(f"the transport raised {error_text(error)} at {task!r}"))
 
     # --- agreement on an order: only the dispatcher sends, so that messages stay in order ---
 

@@ -18,6 +18,12 @@ def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
+def error_text(error: BaseException) -> str:
+    """``error`` as messages name it: "ValueError: bad data". Only its type if it says nothing, as KeyboardInterrupt does."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class CommschedError(Exception):
     """Base of all errors of commsched.
 

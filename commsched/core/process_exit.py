@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from .errors import error_text
+
 _leave: Callable[[int], object] = os._exit
 _exit_code: object = None  # the exit code of the interpreter, if it is known
 
@@ -46,7 +48,7 @@ def error() -> str | None:
     name before :func:`watch`."""
     raised = getattr(sys, "last_value", None)  # set by the interpreter when it printed an unhandled exception
     if raised is not None:
-        return f"{type(raised).__name__}: {raised}"
+        return error_text(raised)
     if _exit_code is None or (isinstance(_exit_code, int) and _exit_code == 0):
         return None
     return f"exit code {int(_exit_code)}" if isinstance(_exit_code, int) else f"SystemExit: {_exit_code}"

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 from .device import Device, DeviceEvent, DeviceStream
 from .device_events import NOW, Event, EventWatcher
-from .errors import CommschedError, TransportError
+from .errors import CommschedError, TransportError, error_text
 from .group import DependencyProxy, GroupCalls, TensorGroup
 from .interfaces import Buffer
 from .plan import Plan
@@ -242,7 +242,7 @@ class Kernels:
         """The failure of the job that follows from ``error``, which the device raised for what it did in a step."""
         if isinstance(error, CommschedError):
             return error
-        cause = f"{type(error).__name__}: {error}"
+        cause = error_text(error)
         text = f"rank {self._rank}: {self.device.name} failed while it {did} '{tensor}' in step {step}: {cause}"
         return TransportError(text, rank=self._rank, step=step, tensor=tensor)
 

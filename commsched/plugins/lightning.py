@@ -34,7 +34,7 @@ except ModuleNotFoundError as error:  # Lightning brings PyTorch
 import commsched
 
 from ..core import timeouts
-from ..core.errors import CommschedError, UnsupportedError
+from ..core.errors import CommschedError, UnsupportedError, error_text
 from ..core.world import World
 from ..settings import Settings, SettingsKeywords
 from .common.step_flags import await_failure
@@ -188,7 +188,7 @@ class ScheduledStrategy(DDPStrategy):
         """Report the exception to every rank, so that no rank waits for this one."""
         super().on_exception(exception)
         if self._session is not None:
-            self._session.abort(f"{type(exception).__name__}: {exception}")
+            self._session.abort(error_text(exception))
 
     def teardown(self) -> None:
         """Run the outstanding updates and close the session. Collective, unless the training has failed."""

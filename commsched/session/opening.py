@@ -29,7 +29,7 @@ from ..control.rendezvous import (
 from ..control.torchrun import open_torchrun_store, store_place
 from ..core.comparison import require_same
 from ..core.core import Core
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, error_text
 from ..core.interfaces import OnFailure
 from ..core.manifest import Manifest
 from ..core.world import World
@@ -375,5 +375,5 @@ def _start_tuner(session: Session, settings: Settings, transport: str, host: str
         elif session.rank == 0 and (job.workers < 2 or not chooses):
             tuning.start_assessing(session, settings, job, say)
     except BaseException as error:
-        session.abort(f"{type(error).__name__}: {error}")
+        session.abort(error_text(error))
         raise

@@ -13,7 +13,7 @@ from typing import Unpack
 
 from ..control.generations import Asked
 from ..core import process_exit
-from ..core.errors import CommschedError, ConfigError, TransportError
+from ..core.errors import CommschedError, ConfigError, TransportError, error_text
 from ..core.standard_streams import flush_all, occupy
 from ..core.world import World, detect_world
 from ..settings import Settings, SettingsKeywords, parse_switch
@@ -161,7 +161,7 @@ def _say_if_unnoticed(session: Session, failure: CommschedError) -> None:
 
     def say() -> None:
         if not session.closed and not session.has_raised:
-            log.warning("rank %d: the job has failed: %s: %s", session.rank, type(failure).__name__, failure)
+            log.warning("rank %d: the job has failed: %s", session.rank, error_text(failure))
 
     timer = threading.Timer(_NOTICE_SECONDS, say)
     timer.name, timer.daemon = "commsched-unnoticed", True
@@ -189,7 +189,7 @@ def _end(session: Session) -> None:
         failure = session.failure
         session.abort(ended_by)
         if failure is not None and not session.has_raised:
-            log.error("rank %d: the job had failed before: %s: %s", session.rank, type(failure).__name__, failure)
+            log.error("rank %d: the job had failed before: %s", session.rank, error_text(failure))
         elif failure is None and session.left:
             log.error("rank %d: %s had left the job before", session.rank, ", ".join(f"rank {rank}" for rank in session.left))
         return
@@ -198,7 +198,7 @@ def _end(session: Session) -> None:
     except BaseException as failure:  # including an exception of a signal handler: the last averages may not be complete
         # The training script assumes that all went well; the launcher must not. An atexit handler cannot change the exit
         # code in any other way.
-        log.error("rank %d: %s: %s", session.rank, type(failure).__name__, failure)
+        log.error("rank %d: %s", session.rank, error_text(failure))
         flush_all()
         is_own = isinstance(failure, TransportError) and failure.rank == session.rank  # the others still needed this rank
         if is_consequence(failure) and not is_own:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..core import timeouts
-from ..core.errors import ManifestMismatch, RanksDiverged, TransportError
+from ..core.errors import ManifestMismatch, RanksDiverged, TransportError, error_text
 from ..core.standard_streams import say_error
 
 
@@ -59,7 +59,7 @@ def record(error: BaseException, environ: Mapping[str, str]) -> None:
     if not where or Path(where).exists():
         return
     extra = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
-    written = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
+    written = json.dumps({"message": {"message": error_text(error), "extraInfo": extra}})
     # Write the whole record or nothing: torchrun ends with an exception if it finds half a record.
     half = Path(f"{where}.{os.getpid()}")
     with suppress(OSError):  # the launcher then takes the process that ends first for the cause
@@ -87,7 +87,7 @@ def shorten(rank: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if _is_said_in_a_line(error, rank) and not log.isEnabledFor(logging.DEBUG):
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{kind.__name__}: {error}"
+            text = "interrupted" if isinstance(error, KeyboardInterrupt) else error_text(error)
             say_error(f"commsched: rank {rank}: {text}{notes}{_place(trace)}")
         else:
             previous(kind, error, trace)

@@ -13,7 +13,16 @@ from ..control.end import ControlEnd
 from ..core.comparison import Comparison
 from ..core.core import Core
 from ..core.device import Device
-from ..core.errors import FORKED, ClosedError, CommschedError, PeerLost, RanksDiverged, TransportError, UnsupportedError
+from ..core.errors import (
+    FORKED,
+    ClosedError,
+    CommschedError,
+    PeerLost,
+    RanksDiverged,
+    TransportError,
+    UnsupportedError,
+    error_text,
+)
 from ..core.group import TensorGroup, require_buffer, require_buffers
 from ..core.interfaces import Buffer, Observer, SessionObserver, Transport
 from ..core.manifest import Manifest, TensorSpec, require_equal
@@ -548,7 +557,7 @@ class Session:
             for line in self.statistics.last_lines() if self.rank == 0 else ():
                 say(line)
         except BaseException as error:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(error_text(error))
             raise
         try:
             if self.observer is not None and self.rank == 0:
@@ -599,7 +608,7 @@ class Session:
         if error is None:
             self.close()
         else:
-            self.abort(f"{type(error).__name__}: {error}")
+            self.abort(error_text(error))
 
     def __repr__(self) -> str:
         return f"<Session rank {self.rank} of {self.world_size}{' closed' if self.closed else ''}>"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.core import Core
+from ..core.errors import error_text
 from ..core.group import TensorGroup
 from ..core.pace import REPORT_STEPS
 from ..tuner.paced import FullWait, Paced
@@ -104,7 +105,7 @@ class Statistics:
 
             return last_lines(self.assessment, paced)
         except Exception as error:
-            log.warning("the last steps were not assessed: %s: %s", type(error).__name__, error)
+            log.warning("the last steps were not assessed: %s", error_text(error))
             return []
 
     def record(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..core.core import Core
-from ..core.errors import CommschedError, from_record, to_record
+from ..core.errors import CommschedError, error_text, from_record, to_record
 from ..core.manifest import Manifest
 from ..settings import Settings
 from ..tuner.learn import FirstSizes, JobFacts, Learner, NothingMeasured, TuningContext, is_end, most_seconds_per_byte
@@ -117,7 +117,7 @@ class Assessor:
         except Exception as error:
             if is_end(error):
                 raise
-            log.warning("the steps were not assessed: %s: %s", type(error).__name__, error)
+            log.warning("the steps were not assessed: %s", error_text(error))
         return True
 
     def _await_certainty(self, group: int) -> bool:

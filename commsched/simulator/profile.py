@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import error_text
 from ..core.manifest import Manifest, TensorSpec
 from ..core.plan import Partition, Plan, cut
 from .scenario import Exchange, Rules
@@ -99,7 +100,7 @@ class Profile:
             layers = tuple(_layer(each) for each in record["layers"])
             profile = cls(str(record["model"]), layers, str(record["source"]))
         except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"not a profile: {type(error).__name__}: {error}") from error
+            raise ValueError(f"not a profile: {error_text(error)}") from error
         if not layers or profile.nbytes == 0 or profile.compute_seconds <= 0:
             raise ValueError(f"not a profile: {profile.model} has no layers, no parameters or no times")
         return profile

@@ -12,6 +12,8 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
+from ..core.errors import error_text
+
 T = TypeVar("T")
 
 #: Time that the other ranks have to end after one rank has raised. They are expected to learn of the error and to end.
@@ -58,20 +60,15 @@ def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds
     stuck = [_where(rank, thread) for rank, thread in threads.items() if rank not in ended]
     if failed:
         told = str(failed[0][1])
-        failed.sort(key=lambda each: not told.startswith(f"rank {each[0]} ended: {_named(each[1])}"))
+        failed.sort(key=lambda each: not told.startswith(f"rank {each[0]} ended: {error_text(each[1])}"))
         (rank, error), *others = failed
         error.add_note(f"raised first, on rank {rank} of {world_size}")
-        for note in (*(f"then on rank {other}: {_named(later)}" for other, later in others if later is not error), *stuck):
+        for note in (*(f"then on rank {other}: {error_text(later)}" for other, later in others if later is not error), *stuck):
             error.add_note(note)
         raise error
     if stuck:
         raise TimeoutError(f"not every rank ended within {timeout_seconds:g} s\n" + "\n".join(stuck))
     return [ended[rank].result for rank in range(world_size)]  # type: ignore[misc]
-
-
-def _named(error: BaseException) -> str:
-    """The words by which a session tells the other ranks of ``error``."""
-    return f"{type(error).__name__}: {error}"
 
 
 def _run_rank(ends: SimpleQueue[_End[T]], rank: int, fn: Callable[..., T], args: tuple[Any, ...]) -> None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 
+from ..core.errors import error_text
 from ..core.manifest import Manifest
 from ..core.plan import cut
 from ..core.scheduler import SchedulerConfig
@@ -162,7 +163,7 @@ class AutoChoice:
                 self._context.trials.apply(kept)
         what = "partition and credit stay as they are" if self._chooses_sizes else "the order of launches stays as it is"
         now = what if kept == incumbent else f"{describe_config(kept)} from now on"
-        log.warning("%s: %s: %s", now, type(error).__name__, error)
+        log.warning("%s: %s", now, error_text(error))
         return Chosen(incumbent, kept, "chosen")
 
     def _choose(self, group: int, manifest: Manifest, incumbent: SchedulerConfig, space: Space) -> Chosen:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.core import Core
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, error_text
 from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
 from ..settings import Settings
@@ -101,7 +101,7 @@ class TuningJob:
         except Exception as error:
             if is_end(error):
                 raise
-            log.warning("tuning goes on without a model: %s: %s", type(error).__name__, error)
+            log.warning("tuning goes on without a model: %s", error_text(error))
             return [], None
 
     def _open_journal(self, key: JobKey, space: Space) -> Any:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, error_text
 from ..core.scheduler import SchedulerConfig
 from .result import Verdict
 from .trials import Window
@@ -160,7 +160,7 @@ class Journal:
                 self.trials.append(Trial.from_record(record))
             return key
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._foreign(number, f"{type(error).__name__}: {error}") from error
+            raise self._foreign(number, error_text(error)) from error
 
     def _foreign(self, number: int, why: str) -> ConfigError:
         return ConfigError(

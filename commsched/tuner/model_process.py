@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from ..core.errors import error_text
 from ..core.scheduler import SchedulerConfig
 from ..simulator.profile import Profile
 from .profiler import LinkEstimate
@@ -141,5 +142,5 @@ def main() -> None:
                     models.append(Model(profile, link, request.pop("workers"), **request))
                 answer = {"model": len(models) - 1, "link": asdict(models[-1].link)}
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = {"error": error_text(error)}
         print(json.dumps(answer), flush=True)

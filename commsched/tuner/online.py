@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import CommschedError
+from ..core.errors import CommschedError, error_text
 from ..core.manifest import Manifest
 from ..core.scheduler import SchedulerConfig
 from .learn import TuningContext, is_end
@@ -198,4 +198,4 @@ class OnlineTuner:
             self._say(f"tuning: not possible: {error}")
         else:
             log.error("the tuner failed; training goes on as before", exc_info=error)
-        self._end(f"{type(error).__name__}: {error}")
+        self._end(error_text(error))

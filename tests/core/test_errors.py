@@ -4,7 +4,7 @@ import json
 import pytest
 
 from commsched.core import errors
-from commsched.core.errors import CommschedError, ConfigError, PeerLost, TransportError, from_record, to_record
+from commsched.core.errors import CommschedError, ConfigError, PeerLost, TransportError, error_text, from_record, to_record
 
 KINDS = [
     kind
@@ -34,6 +34,18 @@ def test_every_error_survives_the_way_to_a_peer(kind: type[CommschedError]) -> N
     arrived = from_record(json.loads(json.dumps(to_record(kind("rank 2 is gone")))))
     assert type(arrived) is kind
     assert str(arrived) == "rank 2 is gone"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("bad data"), "ValueError: bad data"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (PeerLost("rank 2 is gone"), "PeerLost: rank 2 is gone"),
+    ],
+)
+def test_an_error_that_says_nothing_is_named_by_its_type(error: BaseException, text: str) -> None:
+    assert error_text(error) == text
 
 
 def test_an_error_of_the_users_code_becomes_a_transport_error_that_names_it() -> None:

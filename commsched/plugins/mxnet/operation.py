@@ -22,7 +22,7 @@ from mxnet.base import _LIB as _mxnet
 from mxnet.base import check_call
 
 from ...core import errors
-from ...core.errors import ClosedError, CommschedError, UnsupportedError
+from ...core.errors import ClosedError, CommschedError, UnsupportedError, error_text
 
 _CPU = (ctypes.c_int * 2)(1, 0)  # the engine's Context: cpu(0)
 _PRIORITIZED = ctypes.c_int(3)  # FnProperty::kCPUPrioritized: runs in threads that compute no layers
@@ -165,7 +165,7 @@ def fail(operations: Sequence[Operation], error: CommschedError) -> None:
     """
 
     def complete_all(own: Operation) -> None:
-        with _RuntimeError(f"{type(error).__name__}: {error}") as address:
+        with _RuntimeError(error_text(error)) as address:
             for operation in operations:
                 operation._complete_with(address)
         own.complete()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import commsched
 
-from ...core.errors import ClosedError, CommschedError, TransportError
+from ...core.errors import ClosedError, CommschedError, TransportError, error_text
 from ...core.interfaces import TaskObserver
 from ...core.manifest import Manifest
 from ...core.task import REDUCE_SCATTER, CommTask
@@ -162,7 +162,7 @@ class QueuedGroup:
         except CommschedError as error:
             self._fail(error)
         except Exception as error:  # any error: no reader may wait for this average
-            self._fail(TransportError(f"{type(error).__name__}: {error}"))
+            self._fail(TransportError(error_text(error)))
         if self._missing[tensor] == 0:
             self._take_and_complete(tensor)  # all of its partitions are done, or it has no elements
 

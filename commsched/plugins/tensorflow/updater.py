@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import commsched
 
-from ...core.errors import ClosedError, CommschedError, TransportError
+from ...core.errors import ClosedError, CommschedError, TransportError, error_text
 from ...core.interfaces import TaskObserver
 from ...core.task import CommTask
 from .agreement import Agreement
@@ -165,9 +165,7 @@ class Updater:
             except BaseException as error:
                 # The update may be half made, so the job must fail on all ranks.
                 name = self._name_of(bundle)
-                ours = TransportError(
-                    f"rank {self._session.rank}: the update of '{name}' raised {type(error).__name__}: {error}"
-                )
+                ours = TransportError(f"rank {self._session.rank}: the update of '{name}' raised {error_text(error)}")
                 with self._changed:
                     self._due.clear()
                 self._session.report(ours)
@@ -245,5 +243,5 @@ class Updater:
                 self._error = ClosedError("this session is closed")
                 if not self._awaiting and not any(gate.is_closed for gate in self.gates):
                     return
-            self.signals.fail(f"{type(self._error).__name__}: {self._error}; {_LOST}")
+            self.signals.fail(f"{error_text(self._error)}; {_LOST}")
             self._changed.notify_all()

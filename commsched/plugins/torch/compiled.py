@@ -29,6 +29,7 @@ from weakref import WeakMethod
 import torch
 from torch._compile import _disable_dynamo
 
+from ...core.errors import error_text
 from .guard import Guarded, outside, resolve, unguarded, was_guarded
 from .no_gradient import NoGradient
 from .parts import beginnings
@@ -205,7 +206,7 @@ def _in_parts(backend: Callable[..., Any], module: torch.fx.GraphModule, inputs:
     except torch._dynamo.exc.TorchDynamoException:
         raise  # also those by which the compiler begins again
     except Exception as error:
-        log.info("the forward is compiled as one part, since it cannot be split: %s: %s", type(error).__name__, error)
+        log.info("the forward is compiled as one part, since it cannot be split: %s", error_text(error))
         context: Any = torch._guards.TracingContext.try_get()
         if context is not None:
             context.ddp_optimizer_ctx = None

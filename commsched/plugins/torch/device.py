@@ -16,7 +16,7 @@ import commsched
 from ...core.device import Device as DeviceLayer
 from ...core.device import DeviceStream
 from ...core.device_events import EventWatcher
-from ...core.errors import CommschedError, ConfigError, TransportError, UnsupportedError
+from ...core.errors import CommschedError, ConfigError, TransportError, UnsupportedError, error_text
 from ...core.group import DependencyProxy, TensorGroup
 from ...core.manifest import Manifest, TensorSpec
 from ...devices import open_device as open_layer
@@ -165,7 +165,7 @@ class Cuda(Device):
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, CommschedError):  # the session's own error is raised by the next call anyway
-            cause = f"{type(error).__name__}: {error}"
+            cause = error_text(error)
             self._report(TransportError(f"{self._device} failed while it computed a digest of weights: {cause}"))
 
     def settle(self) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import commsched
 
-from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError
+from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError, error_text
 from ..common.undo import COPIED_AHEAD, Undo
 from . import compiled
 from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
@@ -586,7 +586,7 @@ class ScheduledOptimizer(Optimizer):
 
     def _report_half_update(self, error: BaseException) -> None:
         """Fail the session, so that no rank continues after an update that was only partly done here."""
-        self._session.report(TransportError(f"rank {self._session.rank}: the optimizer raised {type(error).__name__}: {error}"))
+        self._session.report(TransportError(f"rank {self._session.rank}: the optimizer raised {error_text(error)}"))
 
     def _note_parameters(self) -> None:
         self._parameters = [list(group["params"]) for group in self.optimizer.param_groups]

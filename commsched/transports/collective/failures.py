@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...core import timeouts
-from ...core.errors import CommschedError
+from ...core.errors import CommschedError, error_text
 from ...core.interfaces import OnFailure
 from ...core.standard_streams import say_error
 from ..backend import WhenFailed
@@ -83,7 +83,7 @@ def exit_if_job_fails(when_failed: WhenFailed) -> Iterator[None]:
     def end(error: CommschedError) -> None:
         if left.wait(timeouts.STUCK_LIBRARY_SECONDS):
             return
-        say_error(f"commsched: {type(error).__name__}: {error}")
+        say_error(f"commsched: {error_text(error)}")
         os._exit(1)
 
     def watch(error: CommschedError) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.errors import ClosedError, CommschedError, PeerLost, TransportError
+from ...core.errors import ClosedError, CommschedError, PeerLost, TransportError, error_text
 from ...core.interfaces import Buffer, Completion, Transport
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
@@ -212,7 +212,7 @@ class CollectiveTransport(Transport):
         try:
             operation(done)
         except Exception as error:
-            done(CannotBegin(f"{type(error).__name__}: {error}"))
+            done(CannotBegin(error_text(error)))
 
     def _next(self, task: CommTask, then: _Then) -> Done:
         """Return a ``Done`` that continues with ``then``, which runs in the backend's thread and may raise."""
@@ -234,7 +234,7 @@ class CollectiveTransport(Transport):
         except Exception as error:
             what = self._launches.name(task)
             log.exception("%s failed to %s", self._who, what)
-            self._fail(TransportError(f"{self._who} failed to {what}: {type(error).__name__}: {error}"))
+            self._fail(TransportError(f"{self._who} failed to {what}: {error_text(error)}"))
 
     def _complete(self, task: CommTask, completion: Completion) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.device import Device
-from ...core.errors import ClosedError, CommschedError, TransportError
+from ...core.errors import ClosedError, CommschedError, TransportError, error_text
 from ...core.interfaces import Calls, Collected, Completion, Transport
 from ...core.manifest import ITEMSIZE, Manifest
 from ...core.task import CommTask
@@ -246,9 +246,7 @@ class LeaderTransport(Transport):
                 self._fail(error)
             except Exception as error:
                 log.exception("rank %d failed as the leader of its host", self.rank)
-                self._fail(
-                    TransportError(f"rank {self.rank} failed at {self._name(started.task)}: {type(error).__name__}: {error}")
-                )
+                self._fail(TransportError(f"rank {self.rank} failed at {self._name(started.task)}: {error_text(error)}"))
             del started  # it holds memory, which may be released before the next launch
 
     def _next_launch(self) -> _Started | None:

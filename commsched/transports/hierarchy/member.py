@@ -12,7 +12,7 @@ from contextlib import suppress
 import numpy as np
 
 from ...core.device import Device
-from ...core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, TransportError
+from ...core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, TransportError, error_text
 from ...core.interfaces import Completion, OnFailure, Transport
 from ...core.manifest import Manifest
 from ...core.task import CommTask
@@ -182,7 +182,7 @@ class MemberTransport(Transport):
         except CommschedError as error:
             self._fail(error)
         except Exception as error:
-            self._fail(TransportError(f"rank {self.rank} failed to read from {self._leader} {type(error).__name__}: {error}"))
+            self._fail(TransportError(f"rank {self.rank} failed to read from {self._leader}: {error_text(error)}"))
 
     def _handle(self, message: LocalMessage, fds: tuple[int, ...]) -> None:
         try:
@@ -311,9 +311,7 @@ class Connection:
         except CommschedError as error:
             self._fail(error)
         except Exception as error:
-            self._fail(
-                TransportError(f"rank {self._leader} failed to serve rank {self._rank}: {type(error).__name__}: {error}")
-            )
+            self._fail(TransportError(f"rank {self._leader} failed to serve rank {self._rank}: {error_text(error)}"))
 
     def _handle(self, message: LocalMessage, fds: tuple[int, ...]) -> None:
         try:

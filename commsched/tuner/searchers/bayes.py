@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, error_text
 from ...core.scheduler import SchedulerConfig
 from ..space import Space
 from ..trials import Stopped, Window
@@ -286,7 +286,7 @@ def _naming_errors() -> Iterator[None]:
     except Stopped:
         raise
     except Exception as error:
-        raise _ModelBroke(f"{type(error).__name__}: {error}") from error
+        raise _ModelBroke(error_text(error)) from error
 
 
 class _Model:

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
+from ....core.errors import error_text
 from ...collective.channel import CannotBegin, Done
 
 log = logging.getLogger("commsched")
@@ -106,7 +107,7 @@ class Progress:
             try:
                 requests = begin()
             except Exception as error:
-                self._failure = CannotBegin(f"{type(error).__name__}: {error}")
+                self._failure = CannotBegin(error_text(error))
                 for pending in self._pending.all():
                     self._tell(pending, self._failure)
             else:

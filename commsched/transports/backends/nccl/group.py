@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ....core.errors import CommschedError, ConfigError, TransportError
+from ....core.errors import CommschedError, ConfigError, TransportError, error_text
 from ....core.interfaces import Buffer
 from ....core.late_thread import LateThread
 from ....core.manifest import ITEMSIZE
@@ -165,7 +165,7 @@ def connect(context: TransportContext) -> NcclGroup:
     except Exception as error:
         if group is not None:
             group.abort()
-        raise TransportError(f"rank {rank}: NCCL could not connect {device.name}: {type(error).__name__}: {error}") from error
+        raise TransportError(f"rank {rank}: NCCL could not connect {device.name}: {error_text(error)}") from error
     return group
 
 
@@ -199,7 +199,7 @@ def _meet(context: TransportContext) -> tuple[CudaDevice, bytes]:
         device = _own_device(context.device)
         described = _describe(device, context)
     except Exception as error:
-        described = {"error": str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"}
+        described = {"error": str(error) if isinstance(error, ConfigError) else error_text(error)}
     ranks = context.gather(described)
     for rank, record in enumerate(ranks):
         if "error" in record:

@@ -6,7 +6,7 @@ import threading
 from functools import partial
 
 from ....core.device_events import EventWatcher
-from ....core.errors import ClosedError, PeerLost, TransportError
+from ....core.errors import ClosedError, PeerLost, TransportError, error_text
 from ....core.interfaces import Buffer, Completion, Transport
 from ....core.manifest import ITEMSIZE, Manifest
 from ....core.task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask
@@ -164,5 +164,5 @@ class NcclTransport(Transport):
                 f"rank {self.rank} lost contact with another rank while it tried to {what}: {error}"
             )
         else:
-            ours = TransportError(f"rank {self.rank} failed to {what}: {type(error).__name__}: {error}")
+            ours = TransportError(f"rank {self.rank} failed to {what}: {error_text(error)}")
         self._verdict.report(ours)

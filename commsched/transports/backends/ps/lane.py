@@ -10,7 +10,16 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from ....core.errors import ClosedError, CommschedError, PeerLost, PeerTimeout, ProtocolError, TransportError, from_record
+from ....core.errors import (
+    ClosedError,
+    CommschedError,
+    PeerLost,
+    PeerTimeout,
+    ProtocolError,
+    TransportError,
+    error_text,
+    from_record,
+)
 from ....core.manifest import Manifest
 from ....core.task import CommTask
 from ...averaging.contributions import PartitionKey
@@ -225,7 +234,7 @@ class RemoteLane:
         except CommschedError as error:
             self._ended(error)
         except Exception as error:
-            self._ended(TransportError(f"the lane to {self._peer} failed: {type(error).__name__}: {error}"))
+            self._ended(TransportError(f"the lane to {self._peer} failed: {error_text(error)}"))
         finally:
             flow.stream.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ....core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, to_record
+from ....core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, error_text, to_record
 from ....core.interfaces import OnFailure
 from ....core.manifest import Manifest
 from ....net.rpc import called
@@ -144,7 +144,7 @@ class Service:
             self.fail(error)
         except Exception as error:
             log.exception("%s failed", self._name)
-            self.fail(TransportError(f"{self._name} failed: {type(error).__name__}: {error}"))
+            self.fail(TransportError(f"{self._name} failed: {error_text(error)}"))
         finally:
             stream.outbox.finish()
             stream.outbox.stop_yielding()
