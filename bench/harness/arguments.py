@@ -83,7 +83,16 @@ def float32_sizes(text: str) -> list[int]:
 
 def or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Parse an option (``type=``): ``auto``, or a value for ``parse``."""
-    return lambda text: text if text == "auto" else parse(text)
+
+    def value(text: str) -> Any:
+        if text == "auto":
+            return text
+        try:
+            return parse(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+
+    return value
 
 
 def list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

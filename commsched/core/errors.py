@@ -120,7 +120,7 @@ def to_record(error: BaseException) -> dict[str, str]:
     """``error`` as strings that may be sent: the name of its class, its message, and its known fields."""
     name = type(error).__name__
     known = {"type": name, "message": str(error)} if name in _BY_NAME else {}
-    record = known or {"type": "TransportError", "message": f"{name}: {error}"}
+    record = known or {"type": "TransportError", "message": error_text(error)}
     fields = {field: getattr(error, field, None) for field in (*_NUMBERS, "tensor")}
     return {**record, **{field: str(value) for field, value in fields.items() if value is not None}}
 

@@ -60,6 +60,7 @@ def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds
     stuck = [_where(rank, thread) for rank, thread in threads.items() if rank not in ended]
     if failed:
         told = str(failed[0][1])
+        # These are the words by which a session tells the other ranks of an error.
         failed.sort(key=lambda each: not told.startswith(f"rank {each[0]} ended: {error_text(each[1])}"))
         (rank, error), *others = failed
         error.add_note(f"raised first, on rank {rank} of {world_size}")

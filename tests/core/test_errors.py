@@ -44,7 +44,7 @@ def test_every_error_survives_the_way_to_a_peer(kind: type[CommschedError]) -> N
         (PeerLost("rank 2 is gone"), "PeerLost: rank 2 is gone"),
     ],
 )
-def test_an_error_that_says_nothing_is_named_by_its_type(error: BaseException, text: str) -> None:
+def test_an_error_is_named_by_its_type_and_what_it_says(error: BaseException, text: str) -> None:
     assert error_text(error) == text
 
 
@@ -52,6 +52,7 @@ def test_an_error_of_the_users_code_becomes_a_transport_error_that_names_it() ->
     arrived = from_record(to_record(ZeroDivisionError("division by zero")))
     assert type(arrived) is TransportError
     assert str(arrived) == "ZeroDivisionError: division by zero"
+    assert str(from_record(to_record(KeyboardInterrupt()))) == "KeyboardInterrupt"
 
 
 def test_a_kind_we_do_not_know_becomes_a_transport_error() -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import commsched
 
 from ...core.device import Device
-from ...core.errors import UnsupportedError
+from ...core.errors import UnsupportedError, error_text
 from ...core.manifest import Manifest, TensorSpec
 from ..common.step_flags import StepFlags
 from ..common.weights_check import WeightsCheck, digest_of, number_in
@@ -213,8 +213,7 @@ def take_failure(text: str) -> BaseException | None:
         exchanges = list(_exchanges)
     for exchange in exchanges:
         for failure in list(exchange.failures):
-            words = f": {failure}" if str(failure) else ""
-            if f"{type(failure).__name__}{words}" in text:
+            if error_text(failure) in text:
                 with suppress(ValueError):  # another thread has taken it, whose program failed in the same words
                     exchange.failures.remove(failure)
                 return failure

@@ -22,7 +22,7 @@ from mxnet.base import _LIB as _mxnet
 from mxnet.base import check_call
 
 from ...core import errors
-from ...core.errors import ClosedError, CommschedError, UnsupportedError, error_text
+from ...core.errors import ClosedError, CommschedError, UnsupportedError
 
 _CPU = (ctypes.c_int * 2)(1, 0)  # the engine's Context: cpu(0)
 _PRIORITIZED = ctypes.c_int(3)  # FnProperty::kCPUPrioritized: runs in threads that compute no layers
@@ -165,7 +165,8 @@ def fail(operations: Sequence[Operation], error: CommschedError) -> None:
     """
 
     def complete_all(own: Operation) -> None:
-        with _RuntimeError(error_text(error)) as address:
+        # MXNet takes the class from what is before the first colon, so there is one even if the error says nothing.
+        with _RuntimeError(f"{type(error).__name__}: {error}") as address:
             for operation in operations:
                 operation._complete_with(address)
         own.complete()

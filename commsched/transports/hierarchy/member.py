@@ -182,7 +182,7 @@ class MemberTransport(Transport):
         except CommschedError as error:
             self._fail(error)
         except Exception as error:
-            self._fail(TransportError(f"rank {self.rank} failed to read from {self._leader}: {error_text(error)}"))
+            self._fail(TransportError(f"rank {self.rank} failed to read from {self._leader} {error_text(error)}"))
 
     def _handle(self, message: LocalMessage, fds: tuple[int, ...]) -> None:
         try:

@@ -23,6 +23,8 @@ def test_auto_is_for_sizes_that_are_chosen() -> None:
     assert parse("--partition", "1MB", partition="auto").partition == "1MB"
     with pytest.raises(argparse.ArgumentError, match="'auto' is not a size"):
         parse("--partition", "auto", partition="4MB")
+    with pytest.raises(argparse.ArgumentError, match="'4XB' is not a size; write it like 4MB, 512KiB or 65536, or auto"):
+        parse("--partition", "4XB", partition="auto")
 
 
 def test_a_tuple_makes_it_a_list() -> None:

@@ -52,6 +52,13 @@ def test_those_that_fail_do_so_in_one_thread_and_whoever_reads_is_told(monkeypat
     assert not operation._completing
 
 
+def test_an_error_that_says_nothing_keeps_its_class() -> None:
+    array = nd.ones(5)
+    push(lambda own: fail([own], TransportError()), writes=[array])
+    with pytest.raises(TransportError):
+        array.wait_to_read()
+
+
 def test_nothing_is_queued_that_the_engine_would_never_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """After its end; who waited for it would do so for ever."""
     ended = threading.Event()

@@ -40,9 +40,9 @@ def test_the_parameter_server_equals_plain_training_also_when_workers_of_a_loade
 
 
 def require_overlap(events: list[dict[str, Any]]) -> None:
-    """In at least one step, averages of later layers arrive when the next forward has gone through its first layer.
+    """In at least one step, averages of later layers still arrive when the next forward has gone through its first layer.
 
-    A busy machine can hold up any step's forward for as long as its averages travel; without overlap there is none.
+    Without overlap there is no such step. A busy machine can hold up the forward of most steps for as long as averages travel.
     """
     averages = [event for event in events if event["cat"] == "reply" and event["args"]["tensors"][0].startswith("net_dense")]
     forwards = [event for event in events if event["cat"] == "forward"]
