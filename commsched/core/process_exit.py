@@ -51,7 +51,7 @@ def error() -> str | None:
         return error_text(raised)
     if _exit_code is None or (isinstance(_exit_code, int) and _exit_code == 0):
         return None
-    return f"exit code {int(_exit_code)}" if isinstance(_exit_code, int) else f"SystemExit: {_exit_code}"
+    return f"exit code {int(_exit_code)}" if isinstance(_exit_code, int) else error_text(SystemExit(_exit_code))
 
 
 class _Exit:

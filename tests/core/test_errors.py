@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 
 import pytest
 
@@ -36,12 +37,20 @@ def test_every_error_survives_the_way_to_a_peer(kind: type[CommschedError]) -> N
     assert str(arrived) == "rank 2 is gone"
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
         (ValueError("bad data"), "ValueError: bad data"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (PeerLost("rank 2 is gone"), "PeerLost: rank 2 is gone"),
+        (ValueError("\n\n"), "ValueError"),
+        (ValueError(os.fsdecode(b"no caf\xe9.txt")), r"ValueError: no caf\udce9.txt"),
+        (Unspeakable(), "Unspeakable: <exception str() failed>"),
     ],
 )
 def test_an_error_is_named_by_its_type_and_what_it_says(error: BaseException, text: str) -> None:
@@ -53,6 +62,13 @@ def test_an_error_of_the_users_code_becomes_a_transport_error_that_names_it() ->
     assert type(arrived) is TransportError
     assert str(arrived) == "ZeroDivisionError: division by zero"
     assert str(from_record(to_record(KeyboardInterrupt()))) == "KeyboardInterrupt"
+
+
+def test_a_name_that_is_no_text_survives_the_way_to_a_peer() -> None:
+    record = to_record(ConfigError(os.fsdecode(b"no caf\xe9.txt"), tensor="caf\udce9"))
+    assert json.loads(json.dumps(record).encode()) == record
+    assert all(value.encode() for value in record.values())
+    assert str(from_record(record)) == r"no caf\udce9.txt"
 
 
 def test_a_kind_we_do_not_know_becomes_a_transport_error() -> None:

@@ -65,6 +65,7 @@ assert process_exit.error() is None
         ("sys.exit(False)", 0, None),
         ("sys.exit(5)", 5, "exit code 5"),
         ("sys.exit('no data')", 1, "SystemExit: no data"),
+        ("sys.exit('')", 1, "SystemExit"),
         ("def main():\n    sys.exit(3)\nmain()", 3, "exit code 3"),
         ("{}['key']", 1, "KeyError: 'key'"),
         ("raise SystemExit(4)", 4, None),  # not known
