@@ -21,7 +21,7 @@ def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
 def error_text(error: BaseException) -> str:
     """``error`` as messages name it: "ValueError: bad data". Only its type if it says nothing, as KeyboardInterrupt does."""
     try:
-        text = _encodable(str(error).strip())
+        text = _encodable(str(error).rstrip())
     except Exception:  # the class is the user's, and so is its __str__
         text = "<exception str() failed>"  # as Python says it
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

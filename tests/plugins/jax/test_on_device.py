@@ -241,13 +241,15 @@ def test_an_array_of_a_type_that_cannot_be_viewed_may_be_given_if_nobody_reads_i
 def test_an_error_is_taken_by_one_program_and_leaves_the_others() -> None:
     class Exchange:
         def __init__(self) -> None:
-            self.failures = deque([ValueError("first"), ValueError("second")])
+            self.failures = deque([ValueError("first"), ValueError("second"), ValueError("  third\n"), KeyError()])
 
     kept = Exchange()
     _exchanges.add(kept)
     assert str(take_failure("ValueError: first")) == "first"
     assert take_failure("ValueError: first") is None
     assert str(take_failure("ValueError: second")) == "second"
+    assert str(take_failure("CpuCallback error: ValueError:   third\n\nAt:\n")) == "  third\n"
+    assert isinstance(take_failure("CpuCallback error: KeyError: \n\nAt:\n"), KeyError)
 
 
 def test_a_step_elsewhere_than_where_training_began_is_refused(gpu: SimulatedDevice) -> None:
