@@ -177,6 +177,16 @@ def _flows(value: object, key: str) -> int:
     return int(text)
 
 
+def _utf8(value: object, key: str) -> str:
+    """Text that goes to other machines. A value that is none is not shown, since it may be a secret."""
+    text = _text(value, key)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{key} has bytes that are no text in UTF-8") from None
+    return text
+
+
 def _text(value: object, key: str) -> str:
     return str(value)
 
@@ -413,8 +423,8 @@ class Settings:
     host: str | None = _setting(
         _host, None, "address at which others reach this rank, or one of each card with + between; none: found automatically"
     )
-    job: str | None = _setting(_text, None, "the job's name, if several jobs have one token and address; none: the launcher's")
-    token: str | None = _setting(_text, None, "the job's secret; needed across machines", shown=False)
+    job: str | None = _setting(_utf8, None, "the job's name, if several jobs have one token and address; none: the launcher's")
+    token: str | None = _setting(_utf8, None, "the job's secret; needed across machines", shown=False)
     token_file: str | None = _setting(_text, None, "a file of mode 0600 that holds the token")
     certificates: str | None = _setting(
         _text, None, "directory with ca.crt, tls.crt and tls.key for security=tls; none: made from the token"

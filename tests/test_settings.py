@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
@@ -281,6 +282,12 @@ def test_a_number_of_flows_is_between_1_and_32(value: object) -> None:
 
 def test_flows_may_be_a_number_or_its_text() -> None:
     assert [load(flows=value).flows for value in (1, " 32 ", "5")] == [1, 32, 5]
+
+
+@pytest.mark.parametrize("key", ["token", "job"])
+def test_bytes_that_are_no_text_are_refused_and_not_shown(key: str) -> None:
+    value = os.fsdecode(b"\xff" * 32)
+    assert refused({f"COMMSCHED_{key.upper()}": value}) == f"COMMSCHED_{key.upper()} has bytes that are no text in UTF-8"
 
 
 def test_a_partition_has_an_upper_bound() -> None:

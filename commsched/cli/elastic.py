@@ -51,6 +51,9 @@ _TICK_SECONDS = 0.5
 #: does not run so long after, will not end by itself.
 _ASK_SECONDS = 5.0
 
+#: Why those that ask get no place after a signal to this launcher. They have got it too, and leave.
+_INTERRUPTED = "commsched run was interrupted"
+
 
 def run_elastic(
     directory: str,
@@ -149,10 +152,7 @@ class _ElasticJob:
             tell_user(f"{self._here.host} hosts the job, with room for {self._here.room} of {self._ranks} ranks")
         for rank in range(self._ranks):
             self._want(rank)
-        try:
-            self._wait()
-        except Interrupted:  # while servers were being started
-            pass
+        self._wait()
         self._refuse_the_last()
         number = self._here.interrupted_by
         sentence = self._ends.what_happened() if self._ends.failures and not number else ""
@@ -185,12 +185,16 @@ class _ElasticJob:
 
     def _wait(self) -> None:
         """Wait until every process has ended for good."""
+        next_tick = time.monotonic() + _TICK_SECONDS
         while self._homeless or any(member.lives for member in self._members.values()):
             self._settle()
-            try:
-                event = self._here.events.get(timeout=_TICK_SECONDS)
-            except Empty:
+            if (left := next_tick - time.monotonic()) <= 0:
                 self._tick()
+                next_tick = time.monotonic() + _TICK_SECONDS
+                continue
+            try:
+                event = self._here.events.get(timeout=left)
+            except Empty:
                 continue
             match event:
                 case links.Came(machine):
@@ -206,6 +210,8 @@ class _ElasticJob:
                     if isinstance(own, Signalled):
                         self._homeless.clear()
                         self._order_all(EndAll(own.number))
+                        for waiting in tuple(self._waiting):  # nobody else would answer them, and they could not leave
+                            self._answer(waiting, GiveUp(_INTERRUPTED))
                     elif isinstance(own, ServerEnded):
                         self._tell_of_loss(own.generation, own.why)
                     elif own is not None:
@@ -297,6 +303,8 @@ class _ElasticJob:
         if isinstance(report, Closes):
             machine.room = 0
             tell_user(f"the launcher at {machine.host} has got a signal: its ranks leave, and no further ones start there")
+            for number in [each for each in self._waiting if self._members[each].machine is machine]:
+                self._release(number)
             return
         member = self._members.get(report.member)
         if member is None or member.machine is not machine or not member.lives:
@@ -354,16 +362,27 @@ class _ElasticJob:
             if self._members[number].lives and number not in self._waiting:
                 self._tell(number, RankEnded(generation, why, rank))
 
+    def _release(self, number: int) -> None:
+        """Let a member leave that waits for its next place, and so cannot ask to."""
+        self._note_that_leaves(number)
+        self._dismissed[number] = time.monotonic()
+        self._answer(number, GiveUp(_INTERRUPTED))
+        actions = self._generations.asked(number, Asked(leaves=True), time.monotonic())
+        self._do([action for action in actions if action != Dismiss(number)])
+
+    def _note_that_leaves(self, number: int) -> None:
+        tell_user(f"{self._ends.names[number]} leaves")
+        self._members[number].slot = None
+        self._left.add(number)
+
     def _asked(self, number: int, asked: Asked) -> None:
         self._waiting.add(number)
         if self._here.interrupted_by:  # all ranks have got the signal, and leave
             gone = asked.leaves or asked.is_done
-            self._answer(number, Finish() if gone else GiveUp("commsched run was interrupted"))
+            self._answer(number, Finish() if gone else GiveUp(_INTERRUPTED))
             return
         if asked.leaves:
-            tell_user(f"{self._ends.names[number]} leaves")
-            self._members[number].slot = None
-            self._left.add(number)
+            self._note_that_leaves(number)
         if self._generation is not None and number in self._generation.ranks and not asked.is_done:
             self._tell_of_loss(self._generation.generation, f"{self._ends.names[number]} has lost others", number)
         if asked.lost is not None and self._generation is not None:
@@ -371,6 +390,8 @@ class _ElasticJob:
         self._do(self._generations.asked(number, asked, time.monotonic()))
 
     def _tick(self) -> None:
+        if self._here.interrupted_by:  # there is no further generation
+            return
         now = time.monotonic()
         self._do(self._generations.tick(now))
         awaited = self._generations.awaited(now, _ASK_SECONDS)
@@ -452,16 +473,18 @@ class _ElasticJob:
         self._generation, self._has_told_of_loss = form, False
         size = len(form.ranks)
         job = fitting_name(f"{self._name} generation {form.generation} {secrets.token_hex(16)}".lstrip())
-        servers = self._here.serve(self._servers, form.generation)
-        if self._kept is not None and size > 1:
 
-            def ended(address: str) -> None:
-                self._here.events.put(ServerEnded(f"the server at {address} serves it no more", form.generation))
+        def ended(address: str) -> None:
+            self._here.events.put(ServerEnded(f"the server at {address} serves it no more", form.generation))
 
-            try:
+        try:
+            servers = self._here.serve(self._servers, form.generation)
+            if self._kept is not None and size > 1:
                 servers = self._kept.reserve(job, lambda: self._here.interrupted_by > 0, ended)
-            except TransportError as error:
-                return self._do(self._generations.give_up(str(error)))
+        except Interrupted:
+            return  # the event of that signal comes next
+        except TransportError as error:
+            return self._do(self._generations.give_up(str(error)))
         if form.is_again:
             missed = ", ".join(sorted(self._ends.names[number] for number in self._missed))
             what = f"the connection to {missed}" if missed else "a connection or a server"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..core import timeouts
-from ..core.errors import TransportError, ranks_text
+from ..core.errors import ConfigError, TransportError, ranks_text
 from ..core.ports import free_port
 from ..core.standard_streams import say_error
 from ..net.tls import Identity
@@ -231,6 +234,9 @@ class Job:
         self._names, self._ranks = self._ends.names, self._ends.ranks  # by pid
         self._timers: list[threading.Timer] = []
         self._interrupted = 0
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # A parent has left it so. The system would reap processes by itself, and nobody would learn of their end.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # Without site packages and environment: the guard must start at once, whatever the job's Python is like.
         self._guard = subprocess.Popen(
             [sys.executable, "-IS", launch_guard.__file__, directory],
@@ -274,16 +280,24 @@ class Job:
         pass_fds: Sequence[int] = (),
     ) -> subprocess.Popen[str]:
         self._require_not_interrupted()
-        process = subprocess.Popen(
-            command,
-            env=environ,
-            stdout=stdout,
-            text=True,
-            start_new_session=True,
-            pass_fds=pass_fds,
-            # The new process registers itself, before it runs anything: this process might be killed before it could do that.
-            preexec_fn=lambda: self._tell_guard(os.getpid()),
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                stdout=stdout,
+                text=True,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                # The new process registers itself, before it runs anything: this one might be killed before it could do that.
+                preexec_fn=lambda: self._tell_guard(os.getpid()),
+            )
+        except OSError as error:
+            said = f"command {command[0]!r} cannot be started: {error.strerror}"
+            if error.errno not in (errno.ENOEXEC, errno.ENOENT, errno.EACCES):
+                raise TransportError(said) from error
+            # The file itself is there, as a rule; then the program that its first line names is not.
+            hint = ": its first line must be #! and the path of a program, or write the program in front of it"
+            raise ConfigError(said + (hint if shutil.which(command[0]) else "")) from error
         self._processes[process.pid] = process
         self._names[process.pid] = f"{name} (pid {process.pid})"
         self._alive.add(process.pid)
@@ -375,6 +389,9 @@ class Job:
             process.wait()
         self._tell_guard("done")
         self._guard.wait()
+        assert self._guard.stdin is not None
+        with suppress(BrokenPipeError):
+            self._guard.stdin.close()
 
     def _tell_guard(self, line: object) -> None:
         assert self._guard.stdin is not None

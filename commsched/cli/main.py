@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..control.rendezvous import job_name, read_token, require_strong
+from ..control.rendezvous import job_name, read_token, require_strong, require_strong_on
 from ..core.errors import CommschedError, ConfigError, error_text
 from ..core.standard_streams import occupy, say_error
 from ..core.world import World
@@ -188,6 +188,7 @@ def _among(arguments: argparse.Namespace, settings: Settings) -> Among | None:
     if token is None:
         raise ConfigError("--local needs the same COMMSCHED_TOKEN or COMMSCHED_TOKEN_FILE on every machine")
     require_strong(token, settings.control)
+    require_strong_on(settings.hosts, token, settings.text_of("host"))
     if arguments.servers:
         raise ConfigError(
             f"--servers {arguments.servers} cannot be used with --local: start servers by commsched server --keep, and name "

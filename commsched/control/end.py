@@ -416,7 +416,8 @@ class ControlEnd:
             if limit is not None and waited >= limit:
                 has = "has" if len(missing) == 1 else "have"
                 stalled = f"{ranks} {has} not come to {what}; {self._member} has waited {waited:.0f} s for it, "
-                self.report(PeerTimeout(f"{stalled}and stall_after is {limit:g} s"))
+                lost = missing[0] if len(missing) == 1 else None
+                self.report(PeerTimeout(f"{stalled}and stall_after is {limit:g} s", rank=lost))
                 limit = None  # the verdict on what ended the job comes in a moment
 
 

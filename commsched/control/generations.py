@@ -23,7 +23,7 @@ class Asked:
         steps: the number of steps whose result it has; None: it has no result that others could go on from.
         is_over: it has made all steps.
         lost: the rank that its generation has lost first, if it knows.
-        was_silent: that rank was silent.
+        was_silent: that rank was silent; without a rank, several were.
         is_done: all ranks have made all steps, so it wants no place any more.
         leaves: it ends, without a failure, and wants no place.
         keeps_nothing: it would have a result if the script kept copies.
@@ -191,10 +191,12 @@ class Generations:
         if self._first_asked_at is None:
             self._first_asked_at = now
         actions: list[Action] = []
+        # Without a rank, several were silent: all that do not ask soon.
+        are_many = asked.was_silent and asked.lost is None
         for other, rank in self._ranks.items():
-            if rank == asked.lost and other not in {*self._asked, *self._newcomers, *self._suspects}:
+            if (are_many or rank == asked.lost) and other not in {*self._asked, *self._newcomers, *self._suspects}:
                 self._suspects[other] = now
-                if asked.was_silent:
+                if asked.was_silent and not are_many:
                     actions.append(Kill(other, "it was silent"))
         return actions + self._decided()
 
@@ -283,9 +285,14 @@ class Generations:
             for member in hanging:
                 del self._suspects[member]
             return [Kill(member, "it has failed, and does not end") for member in hanging]
-        waiting = [each for each, since in self._without_place.items() if now > since + self._join_within_seconds]
-        if waiting := [member for member in waiting if member not in self._late]:
-            text = ranks_text(sorted(self._ranks[member] for member in waiting))
+        homeless = [
+            member
+            for member, wanted_at in self._without_place.items()
+            if now > max(wanted_at, since if member in self._late else wanted_at) + self._join_within_seconds
+        ]
+        needs_all = self._generation == 0 or len(self._ranks) - len(self._without_place) < self._min_ranks
+        if homeless and needs_all:  # otherwise the others go on without these, as soon as all have asked
+            text = ranks_text(sorted(self._ranks[member] for member in homeless))
             return self.give_up(f"no machine with room for {text} has come within {self._join_within_seconds:g} s")
         late = [
             member

@@ -35,7 +35,7 @@ def read_token(settings: Settings) -> str | None:
     """The token from the settings, or None if it is not set.
 
     Raises:
-        ConfigError: the token file cannot be read, is empty, or other users may read it.
+        ConfigError: the token file cannot be read, is empty or no text, or other users may read it.
     """
     if settings.token is not None or settings.token_file is None:
         return settings.token
@@ -46,6 +46,10 @@ def read_token(settings: Settings) -> str | None:
         token = path.read_text().strip()
     except OSError as error:
         raise ConfigError(f"token_file={str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"token_file={str(path)!r} is not text: write a token into it, such as openssl rand -hex 32 prints"
+        ) from None
     if not token:
         raise ConfigError(f"token_file={str(path)!r} is empty")
     return token
@@ -77,9 +81,14 @@ def require_strong(token: str, address: str) -> None:
     Raises:
         ConfigError: the token is short, and other machines may reach the address.
     """
-    if len(token) < _MIN_TOKEN and not all(is_loopback(each.rpartition(":")[0]) for each in each_of(address)):
+    require_strong_on([each.rpartition(":")[0] for each in each_of(address)], token, address)
+
+
+def require_strong_on(hosts: Sequence[str], token: str, said: str) -> None:
+    """Check the same of ``hosts``, at any port. The message names them as ``said``."""
+    if len(token) < _MIN_TOKEN and not all(map(is_loopback, hosts)):
         raise ConfigError(
-            f"the token has {len(token)} of at least {_MIN_TOKEN} characters, and {address} may be reached by other machines: "
+            f"the token has {len(token)} of at least {_MIN_TOKEN} characters, and {said} may be reached by other machines: "
             "take one that nobody can guess, such as openssl rand -hex 32 prints"
         )
 

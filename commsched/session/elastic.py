@@ -367,7 +367,7 @@ class Elastic:
             is_over = steps is not None and steps >= count
             try:
                 rank = failure.rank if isinstance(failure, TransportError) else None
-                was_silent = isinstance(failure, PeerTimeout)
+                was_silent = isinstance(failure, PeerTimeout) and failure.server is None
                 moved = move_on(Asked(steps, is_over, rank, was_silent, keeps_nothing=keeps_nothing))
             except CommschedError as error:
                 if self._leaves:  # so do all, since the launcher has got the signal too

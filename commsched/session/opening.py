@@ -22,8 +22,10 @@ from ..control.rendezvous import (
     own_host,
     publish,
     reached_at,
+    read_token,
     rendezvous_path,
     require_reachable,
+    require_strong_on,
     where_to_listen,
 )
 from ..control.torchrun import open_torchrun_store, store_place
@@ -142,6 +144,8 @@ def _open_joined(
     when_lost: Callable[[OnFailure], object],
 ) -> Session:
     """Open the session of one of several ranks, part after part."""
+    if (token := read_token(settings)) is not None:
+        require_strong_on(settings.hosts, token, settings.text_of("host"))
     job = job_name(world, settings, os.environ)
     with ExitStack() as around:  # what outlives the session's other parts: the control server and the witness
         published = around.enter_context(ExitStack())

@@ -14,7 +14,7 @@ from commsched.cli.elastic import _ElasticJob
 from commsched.cli.follow import follow
 from commsched.cli.kept import KeptServers
 from commsched.cli.launch import Among, Elasticity
-from commsched.cli.machine import LocalMachine, Machine, ServerEnded
+from commsched.cli.machine import LocalMachine, Machine, ServerEnded, Signalled
 from commsched.control.elastic_messages import (
     Closes,
     EndAll,
@@ -344,6 +344,37 @@ def test_the_launcher_says_which_signal_has_ended_the_job_and_how_its_ranks_have
         "SIGTERM has ended the job: rank 0 ended without an error; rank 2 ended by it; rank 4 (pid 104 at b) ended with exit "
         "code 3; rank 3 had to be ended; rank 1 ended with an error, since others had left"
     )
+
+
+def test_a_rank_that_waits_leaves_when_the_launcher_of_its_machine_gets_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is no loss that counts, but others go on without it, or with another one."""
+    world = World(4, max_restarts=2)
+    world.job._ended(Ended(3, -9))
+    world.ask(2, steps=5)
+    world.here.orders.clear()
+    orders = cast(Recorded, world.there.link)
+    orders.orders.clear()
+    world.job._reported(world.there, Closes())
+    assert orders.told(GiveUp) == [2]
+    assert "rank 2 (pid 102 at b) leaves" in capfd.readouterr().err
+    world.job._ended(Ended(2, 0))
+    assert not world.is_over()
+    assert world.job._ends.exit_code() == 0
+
+
+def test_ranks_that_wait_for_a_new_one_are_told_of_a_signal_and_can_leave() -> None:
+    world = World(3, max_restarts=1)
+    world.job._reported(world.there, Ended(2, -9))
+    world.ask(0, 1, steps=5)
+    world.here.orders.clear()
+    world.here.interrupted_by = signal.SIGTERM
+    world.here.events.put(Signalled(signal.SIGTERM))
+    world.here.events.put(Ended(0, 0))
+    world.here.events.put(Ended(1, 0))
+    for member in world.job._members.values():
+        member.lives = member.lives and member.machine is world.job._here
+    world.job._wait()
+    assert world.here.told(GiveUp) == [0, 1]
 
 
 def test_a_launcher_that_comes_when_the_job_has_ended_is_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -294,6 +295,25 @@ def test_what_follows_the_command_is_its_own(before: list[str], monkeypatch: pyt
 def test_a_command_that_cannot_be_started_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "2", *argv]) == 2
     assert capsys.readouterr().err.startswith(f"commsched: ConfigError: {said}")
+
+
+@pytest.mark.parametrize(
+    ("first_line", "why"), [("import sys", "Exec format error"), ("#!/usr/bin/env-of-nobody\r", "No such file or directory")]
+)
+def test_so_is_one_that_the_system_does_not_start(
+    first_line: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{first_line}\n")
+    script.chmod(0o755)
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert main(["run", "-n", "2", str(script)]) == 2
+    finally:
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+    said = f"commsched: ConfigError: command '{script}' cannot be started: {why}: its first line must be #!"
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize("command", _COMMANDS)

@@ -269,7 +269,9 @@ def test_a_rank_that_does_not_come_to_a_gather_is_named_and_ends_the_job_after_t
         limit = r"rank 1 has not come to gather 'g'; rank 0 \(.*\) has waited \d s for it, and stall_after is 0.2 s"
         with pytest.raises(PeerTimeout, match=limit):
             waiting.result(PATIENCE_SECONDS)
-        assert "rank 1 has not come to gather 'g'" in str(job.listeners[1].failure())
+        failure = job.listeners[1].failure()
+        assert "rank 1 has not come to gather 'g'" in str(failure)
+        assert failure.rank == 1
 
 
 def test_nobody_listens() -> None:

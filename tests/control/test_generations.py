@@ -391,6 +391,50 @@ def test_without_a_machine_the_others_go_on_and_the_process_joins_them_whenever_
     assert job.asked(0, Asked(300), 5001.0) == [Form(3, {0: 0, 2: 1}, 0, 300)]
 
 
+def test_a_process_without_which_the_others_may_go_on_ends_nothing_while_they_wait() -> None:
+    """They wait for it longer than a machine may take to come."""
+    job = formed(2, min_ranks=1, max_restarts=1, replace_within=120.0)
+    assert job.ended(1, well=False) == [Start(1)]
+    job.wanted(2, 1, 5.0)
+    assert job.asked(0, Asked(7), 5.0) == []
+    assert job.tick(66.0) == []
+    assert job.tick(126.0) == [Form(2, {0: 0}, 0, 7)]
+
+
+def test_nor_does_it_while_one_of_the_others_has_yet_to_ask() -> None:
+    job = formed(3, min_ranks=2, max_restarts=1, replace_within=30.0)
+    assert job.ended(1, well=False) == [Start(1)]
+    job.wanted(3, 1, 5.0)
+    assert job.asked(2, Asked(7), 5.0) == []
+    assert job.tick(66.0) == []  # rank 0 evaluates, say
+    assert job.asked(0, Asked(7), 100.0) == []
+    assert job.tick(100.5) == [Form(2, {0: 0, 2: 1}, 0, 7)]
+
+
+def test_a_process_without_which_too_few_are_left_ends_the_job_if_no_machine_comes() -> None:
+    """It was late, and the others went on without it; then another one was lost."""
+    job = formed(3, min_ranks=2, max_restarts=1, replace_within=10.0)
+    assert job.ended(1, well=False) == [Start(1)]
+    job.wanted(3, 1, 5.0)
+    job.asked(0, Asked(6), 5.0)
+    job.asked(2, Asked(6), 5.0)
+    assert job.tick(16.0) == [Form(2, {0: 0, 2: 1}, 0, 6)]
+    assert job.tick(500.0) == []  # they train
+    assert job.ended(2, well=False) == []
+    assert job.asked(0, Asked(9), 600.0) == []
+    assert job.tick(659.0) == []
+    assert job.tick(661.0) == [GiveUp("no machine with room for rank 1 has come within 60 s")]
+
+
+def test_several_silent_ranks_are_killed_if_they_neither_end_nor_ask() -> None:
+    """The error of who has waited as long as stall_after names no rank then."""
+    job = formed(4, max_restarts=2)
+    assert job.asked(0, Asked(3, was_silent=True), 5.0) == []
+    assert job.asked(1, Asked(3, was_silent=True), 5.0) == []
+    assert job.tick(9.9) == []
+    assert job.tick(10.1) == [Kill(2, "it has failed, and does not end"), Kill(3, "it has failed, and does not end")]
+
+
 def test_ranks_for_which_no_machine_has_room_at_first() -> None:
     job = Generations(3, 3, 60.0)
     for rank in range(3):

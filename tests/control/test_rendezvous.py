@@ -219,6 +219,9 @@ def test_token_file(tmp_path: Path) -> None:
     path.chmod(0o600)
     with pytest.raises(ConfigError, match="is empty"):
         read_token(Settings(token_file=str(path)))
+    path.write_bytes(b"\xff" * 32)
+    with pytest.raises(ConfigError, match=r"token_file='.*' is not text: write a token into it, such as openssl rand -hex 32"):
+        read_token(Settings(token_file=str(path)))
     path.write_text("secret\n")
     assert read_token(Settings(token_file=str(path))) == "secret"
     path.chmod(0o640)

@@ -1,7 +1,8 @@
 """A rank of elastic jobs: trains a small numpy network, and prints the digest of its weights.
 
 elastic_rank.py STEPS DIRECTORY [STRIKE ...]: each STRIKE is WHERE:WHO:STEP:HOW, done once in the job, as DIRECTORY notes.
-WHERE: start, forward, backward, stepped or after (the loop); left, and then rank and STEP are 0: the end of a process that
+WHERE: begin (of a process, and then STEP is the number of files in DIRECTORY), start, forward, backward, stepped or after (the
+loop); left, and then rank and STEP are 0: the end of a process that
 leaves; or a place in the opening of a generation (``openings.py``), and then STEP is the generation's number. WHO: a rank's
 number, or s, k or l and the number of a rank that strikes the job's newest server, the server of the user's own whose process
 number is KEPT_SERVER in the environment, or the launcher. HOW: kill, lost (kill, and hang), stop, term, raise,
@@ -131,6 +132,7 @@ def main() -> None:
     steps, directory, *given = sys.argv[1:]
     strikes = Strikes(directory, given)
     openings.watch(strikes.hit)
+    strikes.hit("begin", int(os.environ["RANK"]), len(os.listdir(directory)))
     try:
         rank, end = train(int(steps), strikes)
     except SystemExit:

@@ -129,6 +129,20 @@ def test_all_ranks_leave_when_the_launcher_gets_sigterm(tmp_path: Path) -> None:
     assert nothing_left(out)
 
 
+def test_a_rank_that_waits_for_a_new_process_leaves_when_the_launcher_gets_sigterm(tmp_path: Path) -> None:
+    command = ["--", sys.executable, RANK, str(STEPS), str(tmp_path), "forward:1:3:kill", "begin:1:1:wait"]
+    with Job("-n", "2", "--elastic", *command) as job:
+        out = job.lines_until("begin:1:1:wait")
+        job.process.send_signal(signal.SIGTERM)
+        code, rest, err = job.end()
+    assert code == 128 + signal.SIGTERM, err
+    assert len(re.findall(r"^left \d+$", rest, re.MULTILINE)) == 1
+    assert "Traceback" not in err
+    said = re.sub(r" \(pid \d+\)", "", err.splitlines()[-1])
+    assert said == "commsched run: SIGTERM has ended the job: rank 0 ended without an error; rank 1 ended by it"
+    assert nothing_left("\n".join(out) + rest)
+
+
 def test_a_rank_that_is_lost_after_the_loop_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "job", ["-n", "2", "--elastic"], f"after:1:{STEPS}:exit")
     assert code == 3

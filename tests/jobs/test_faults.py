@@ -315,6 +315,12 @@ def test_what_a_launcher_was_told_to_ignore_it_ignores(number: signal.Signals) -
     assert code == 128 + signal.SIGTERM  # the first that it took notice of
 
 
+def test_a_launcher_learns_of_the_end_of_its_processes_though_its_parent_ignored_such_signals() -> None:
+    with Job("-n", "2", "--", "false", ignored=["CHLD"]) as job:
+        code, _, err = job.end()
+    assert code == 1, err
+
+
 def test_a_launcher_that_is_killed_takes_its_job_along() -> None:
     with Job("-n", "2", "--servers", "1", *worker(FOR_EVER)) as job:
         pids = [*started(job, 2).values(), *server_pids(job)]

@@ -56,6 +56,12 @@ def test_a_loopback_address_beside_another_one_is_refused(tmp_path: Path, monkey
     assert str(first).startswith("rank 0 would be reached at 127.0.0.1, but rank 1 is on another machine")
 
 
+def test_a_token_that_strangers_may_guess_is_refused_if_the_rank_listens_where_they_can_reach_it(tmp_path: Path) -> None:
+    """The control channel is at loopback, where any token will do, and gradients come at the address of ``host``."""
+    for said in open_two(tmp_path, host="10.0.0.7", token="x", join_within=5.0):
+        assert str(said).startswith("the token has 1 of at least 16 characters, and host='10.0.0.7' may be reached by other")
+
+
 def test_addresses_that_no_gradient_takes_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI has connections of its own, and the control channel may go through a tunnel that begins at loopback."""
 
