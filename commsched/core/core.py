@@ -107,6 +107,7 @@ class Core:
         self._samples = GradientSamples()  # a step's tasks are done when they are taken
         self._duplicates = Duplicates(transport.world_size)
         self._waits: list[Callable[[], Wait]] = []  # the current waits of engine threads
+        self._draining = 0  # how many of them wait for tasks that need not be the last of a tensor
         self._lock = threading.Lock()
         self._wakes: SimpleQueue[None] = (
             SimpleQueue()
@@ -440,6 +441,7 @@ class Core:
         except CommschedError as error:
             self._failed_inside = self._failed_inside or error
         self._wake()
+        self._look_at_waits()
 
     def _wake(self) -> None:
         """Wake the dispatcher if it waits and has something to do: a wake-up costs more than most calls that lead here. Called
@@ -566,10 +568,13 @@ class Core:
             task = self._order.next()
             if self._agreement is not None:
                 work += self._messages(self._agreement)
+        except CommschedError as error:  # the ranks differ: the last task of a static step shows it
+            return [*work, partial(self._report, error)]
         except Exception as error:  # a bug of ours must end the job, not silently end the dispatcher
             log.exception("the agreed order of launches failed")
-            broken = TransportError(f"the agreed order of launches failed: {error_text(error)}")
-            return [*work, lambda: self._report(broken)]
+            rank = self._transport.rank
+            broken = TransportError(f"rank {rank}: the agreed order of launches failed: {error_text(error)}", rank=rank)
+            return [*work, partial(self._report, broken)]
         if task is not None:
             task.advance("start")
             task.started_at = monotonic()
@@ -603,7 +608,12 @@ class Core:
             self._report(error)
         except Exception as error:
             log.exception("the transport raised")
-            self._report(TransportError(f"the transport raised {error_text(error)} at {task!r}"))
+            rank = self._transport.rank
+            with self._lock:
+                where, group = self._describe(LaunchKey.of(task)), self._groups.get(task.group)
+            tensor = group.manifest.tensors[task.partition.tensors[0]].name if group is not None else None
+            said = f"rank {rank}: the transport raised {error_text(error)} at {where}"
+            self._report(TransportError(said, rank=rank, step=task.step, tensor=tensor))
 
     # --- agreement on an order: only the dispatcher sends, so that messages stay in order ---
 
@@ -711,6 +721,15 @@ class Core:
             except CommschedError as error:
                 self._failed_inside = self._failed_inside or error
             self._wake()
+            self._look_at_waits()
+
+    def _look_at_waits(self) -> None:
+        """Wake threads that wait if the order of launches may have ended their wait: tasks can never complete, which
+        :meth:`_raise_if_deadlocked` raises, or need not be drained. Called with the lock held."""
+        if not self._waits or self._agreement is None:
+            return
+        if self._draining or self._agreement.deadlock_error() is not None:
+            self._progress.notify_all()
 
     def _describe(self, key: LaunchKey) -> str:
         """Called with the lock held. ``key`` may come from another rank, so it may be unknown here."""
@@ -748,7 +767,7 @@ class Core:
                 self._add(group.scattered(task), task.done_at)
                 if group.norms:
                     self._measured(group, task.done_at)
-            elif group.task_done(task):
+            elif group.task_done(task) or self._draining:  # a thread that drains waits for tasks, and not for tensors
                 self._progress.notify_all()
             if group.is_released and group.active == 0:
                 for each in (over := self._over(group)):
@@ -889,10 +908,12 @@ class Core:
         began = monotonic()
         self._pace.wait_begins(began)
         self._waits.append(wait)
+        self._draining += drains
         try:
             self._wait(condition, wait, began, drains)
         finally:
             self._waits.remove(wait)
+            self._draining -= drains
             self._pace.wait_ends(monotonic())
 
     def _wait(self, condition: Callable[[], bool], wait: Callable[[], Wait], began: float, drains: bool) -> None:

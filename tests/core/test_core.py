@@ -440,6 +440,18 @@ def test_drain_waits_for_what_became_ready_and_for_nothing_else(world: World) ->
     drained.result(60)
 
 
+def test_drain_ends_with_the_last_task_though_no_average_is_complete(world: World) -> None:
+    """The step was broken off, and a tensor has bytes in a partition that never becomes ready."""
+    group = world.add_group(20, Manifest((TensorSpec("w", (30,), "uint8"), TensorSpec("b", (2,), "uint8"))))
+    assert [len(partition.tensors) for partition in group.plan.partitions] == [1, 2]
+    group.begin_step()
+    group.notify_ready(0)
+    drained = world.waiting(world.core.drain)
+    world.transport.done(world.transport.wait_started(1)[0])
+    drained.result(60)
+    assert not group.proxies[0].is_open
+
+
 def test_the_observer_sees_each_gradient_each_task_and_each_wait(world: World) -> None:
     group = world.add_group()
     group.begin_step()
@@ -787,10 +799,11 @@ def test_an_error_of_ours_from_the_transport_is_the_failure_if_nobody_knows_bett
 def test_any_other_error_of_the_transport_is_a_failure_that_names_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.transport = RaisingTransport(OSError("no route"))
     group_of_raising(world).notify_ready(0)
-    said = "the transport raised OSError: no route at <CommTask all_reduce step 0 partition 0 10 B started>"
+    said = "rank 0: the transport raised OSError: no route at tensor 'layer0' (partition 0 of step 0, all_reduce)"
     error = world.failures.get(timeout=60)
     assert type(error) is TransportError
     assert str(error) == said
+    assert (error.rank, error.step) == (0, 0)
     assert "the transport raised" in caplog.text
 
 

@@ -128,6 +128,21 @@ def test_a_mismatch_is_a_failure_of_the_core(leader: Rank) -> None:
     assert leader.transport.started == []
 
 
+def test_a_mismatch_that_a_launch_shows_is_that_failure_too(leader: Rank) -> None:
+    """The last launch of a static step is compared with the digests that other ranks have sent before."""
+    mismatch = OrderMismatch("ranks 1 and 0 launched different tasks")
+
+    def compare() -> Any:
+        raise mismatch
+
+    leader.core._order.next = compare  # type: ignore[method-assign]
+    leader.group.notify_ready(0)
+    leader.core.on_message(1, ORDER, ready(0))
+    with pytest.raises(OrderMismatch, match="launched different tasks"):
+        leader.group.proxies[0].wait()
+    assert leader.failures == [mismatch]
+
+
 def first_step(rank: Rank) -> None:
     for tensor in range(3):
         rank.group.notify_ready(tensor)

@@ -352,8 +352,9 @@ class AgreedOrder:
                 self._refused_freeze(rank, keys)
             case KeepAgreed(group):
                 self.keep_agreed(group)
-            case StaticStep(step, digest):
-                self._confirm_static(rank, step, digest)
+            case StaticStep(step, digest, freezes):
+                if freezes == self._freezes:  # else the order has ended, and another one may have begun, meanwhile
+                    self._confirm_static(rank, step, digest)
             case LaunchRefused(first, launched):
                 decider.require_same(rank, first, launched)
                 raise OrderMismatch(
@@ -514,7 +515,7 @@ class AgreedOrder:
         if self._decider is not None:
             self._confirm_static(0, step, digest)
         elif not self._is_led:
-            self._outgoing.append(StaticStep(step, digest))
+            self._outgoing.append(StaticStep(step, digest, self._freezes))
 
     def _confirm_static(self, rank: int, step: int, digest: str) -> None:
         if self._frozen is None:

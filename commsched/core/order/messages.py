@@ -122,10 +122,12 @@ class KeepAgreed(OrderMessage):
 
 @dataclass(slots=True)
 class StaticStep(OrderMessage):
-    """This rank has launched all tasks of ``step`` in the static order; ``digest`` is the digest of these launches."""
+    """This rank has launched all tasks of ``step`` in a static order. ``freezes`` is how many static orders there have been,
+    with this one; ``digest`` is the digest of these launches."""
 
     step: int
     digest: str
+    freezes: int
 
 
 # --- from rank 0 to all others ---

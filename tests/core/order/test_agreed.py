@@ -659,6 +659,18 @@ def test_another_static_digest_is_an_error() -> None:
         ranks.orders[0]._confirm_static(1, step + 1, "b")
 
 
+def test_the_digest_of_an_order_that_has_ended_is_not_one_of_the_next() -> None:
+    """The message was slow: another group, whose steps have the same numbers, is static by now."""
+    ranks, step = frozen()
+    Step(ranks, step).run()
+    decider = ranks.orders[0]
+    decider._confirm_static(0, step + 1, "a")
+    late = {"kind": "StaticStep", "step": step + 1, "digest": "b", "freezes": decider._freezes - 1}
+    decider.on_message(1, late)
+    with pytest.raises(OrderMismatch):
+        decider.on_message(1, {**late, "freezes": decider._freezes})
+
+
 def test_splitting_orders_both_phases() -> None:
     ranks = Ranks(2, credit_bytes=1)
     scatter = [make_task(0, 1, verb=REDUCE_SCATTER) for _ in range(2)]
@@ -801,7 +813,8 @@ def test_what_is_no_announcement(message: dict) -> None:
         {},
         {"kind": "TasksReady", "ready": [[0]], "freezes": 0, "launched": 0, "digest": ""},
         {"kind": "TasksReady", "ready": [], "freezes": 0, "digest": ""},
-        {"kind": "StaticStep", "step": "x", "digest": ""},
+        {"kind": "StaticStep", "step": "x", "digest": "", "freezes": 1},
+        {"kind": "StaticStep", "step": 1, "digest": ""},
     ],
 )
 def test_what_no_rank_tells(message: dict) -> None:
@@ -811,7 +824,7 @@ def test_what_no_rank_tells(message: dict) -> None:
 
 def test_each_message_goes_one_way() -> None:
     with pytest.raises(ProtocolError, match="rank 0 announced a message that only other ranks send: StaticStep"):
-        Ranks(2).orders[1].on_announced({"kind": "StaticStep", "step": 1, "digest": ""})
+        Ranks(2).orders[1].on_announced({"kind": "StaticStep", "step": 1, "digest": "", "freezes": 1})
     with pytest.raises(ProtocolError, match="rank 1 sent rank 0 a message that only rank 0 sends: Freeze"):
         Ranks(2).orders[0].on_message(1, {"kind": "Freeze", "keys": [], "digest": ""})
 

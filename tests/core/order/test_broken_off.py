@@ -80,6 +80,38 @@ def test_who_waits_for_what_one_rank_has_broken_off_is_told_so(order: str, notif
         threads.run(body)
 
 
+def test_who_waits_for_a_static_order_already_is_told_at_once() -> None:
+    """And not when the next warning is due."""
+    waits = threading.Event()
+
+    def body(world: CheckedWorld, rank: int) -> None:
+        with world.core(rank, replace(CONFIG, order="static")) as core:
+            core.warn_after_seconds = 1000.0
+            tensors = trained(core, world, rank)
+            world.gather(rank, None)
+            if rank == 1:
+                assert waits.wait(60)
+                with core._lock:  # the other thread waits, and does not only begin to
+                    pass
+                core.drain()
+                core.prepare_leave()
+                return
+            wait = core._progress.wait
+
+            def announced_wait(timeout: float | None = None) -> bool:
+                waits.set()
+                return wait(timeout)
+
+            core._progress.wait = announced_wait  # type: ignore[method-assign]
+            tensors.begin(rank, range(5, -1, -1))
+            with pytest.raises(PeerLost, match=r"rank 1 left.* tensor 'layer\d' .*step \d+.* waits"):
+                tensors.compare(rank)
+
+    with Threads(ordered_world, 2, 60.0) as threads:
+        threads.failures_expected = True
+        threads.run(body)
+
+
 def test_a_change_that_is_wanted_by_a_static_order_does_not_undo_another() -> None:
     wanted = SchedulerConfig(1200, 4800)
 
