@@ -246,7 +246,8 @@ class LeaderTransport(Transport):
                 self._fail(error)
             except Exception as error:
                 log.exception("rank %d failed as the leader of its host", self.rank)
-                self._fail(TransportError(f"rank {self.rank} failed at {self._name(started.task)}: {error_text(error)}"))
+                said = f"rank {self.rank} failed at {self._name(started.task)}: {error_text(error)}"
+                self._fail(TransportError(said, rank=self.rank, step=started.task.step))
             del started  # it holds memory, which may be released before the next launch
 
     def _next_launch(self) -> _Started | None:
@@ -298,15 +299,14 @@ class LeaderTransport(Transport):
 
     def _share(self, group: int) -> None:
         """Create the shared memory for the averages of ``group``, and pass it to every member."""
-        averages, fd = create_buffers(self._manifests[group])
+        averages, fd = create_buffers(self._manifests[group], self.rank)
         device = self._devices.get(group)
         if device is not None and averages.pin(device, self.rank):
             self._in_place.add(group)
         self._averages[group] = averages
         try:
             for member in self._members:
-                with suppress(OSError):  # the member is gone, which its reader reports
-                    member.link.send(LocalMessage(Kind.MEMORY, group=group), (fd,))
+                member.tell(LocalMessage(Kind.MEMORY, group=group), (fd,))
         finally:
             os.close(fd)
 

@@ -19,6 +19,7 @@ from ...core.task import CommTask
 from ..averaging.contributions import Complete, Contributions, PartitionKey
 from ..backend import TransportContext
 from .messages import (
+    GONE,
     WIDER,
     Kind,
     LocalMessage,
@@ -72,6 +73,7 @@ class MemberTransport(Transport):
         self.servers = servers
         self._norm_rows = norm_rows
         self._link = link
+        self._leading = leader
         self._leader = f"rank {leader}, which leads this host,"
         self._on_failure = context.on_failure
         self._closed = False
@@ -95,7 +97,7 @@ class MemberTransport(Transport):
         self._manifests[group] = manifest
         while self._released:
             self._send(LocalMessage(Kind.RELEASED, group=self._released.popleft()))
-        self._pass(LocalMessage(Kind.GROUP, group=group), write_manifest(manifest))
+        self._pass(LocalMessage(Kind.GROUP, group=group), write_manifest(manifest, self.rank))
         if group in self._unsent:
             self._pass(LocalMessage(Kind.MEMORY, group=group), self._unsent.pop(group))
 
@@ -103,7 +105,7 @@ class MemberTransport(Transport):
         """See ``interfaces.Transport``. The leader reads what the device copies there."""
         if self._closed:
             raise ClosedError("this transport is closed")
-        contributions, fd = create_buffers(manifest)
+        contributions, fd = create_buffers(manifest, self.rank)
         if not contributions.pin(device, self.rank):
             os.close(fd)
             return None
@@ -154,7 +156,7 @@ class MemberTransport(Transport):
     def _contribution(self, group: int) -> SharedBuffers:
         mirror = self._contributions.get(group)
         if mirror is None:
-            mirror, fd = create_buffers(self._manifests[group])
+            mirror, fd = create_buffers(self._manifests[group], self.rank)
             self._contributions[group] = mirror
             self._pass(LocalMessage(Kind.MEMORY, group=group), fd)
         return mirror
@@ -169,7 +171,10 @@ class MemberTransport(Transport):
         try:
             self._link.send(message, fds)
         except OSError as error:
-            raise PeerLost(f"{self._leader} is gone: {error.strerror or error}") from error
+            if error.errno in GONE:
+                raise PeerLost(f"{self._leader} is gone: {error.strerror or error}", rank=self._leading) from error
+            what = f"{message.kind.name} to {self._leader}"
+            raise TransportError(f"rank {self.rank} cannot send {what} {error.strerror or error}", rank=self.rank) from error
 
     # --- the reader's thread ---
 
@@ -178,11 +183,12 @@ class MemberTransport(Transport):
             while (received := self._link.receive()) is not None:
                 self._handle(*received)
             if not self._said_goodbye:
-                raise PeerLost(f"{self._leader} is gone: it ended the connection without a goodbye")
+                raise PeerLost(f"{self._leader} is gone: it ended the connection without a goodbye", rank=self._leading)
         except CommschedError as error:
-            self._fail(error)
+            self._fail(_located(error, self.rank, f"rank {self._leading}"))
         except Exception as error:
-            self._fail(TransportError(f"rank {self.rank} failed to read from {self._leader} {error_text(error)}"))
+            said = f"rank {self.rank} failed to read from rank {self._leading}: {error_text(error)}"
+            self._fail(TransportError(said, rank=self.rank))
 
     def _handle(self, message: LocalMessage, fds: tuple[int, ...]) -> None:
         try:
@@ -238,6 +244,13 @@ class MemberTransport(Transport):
             self._on_failure(error)
 
 
+def _located(error: CommschedError, rank: int, sender: str) -> CommschedError:
+    """``error`` with both ends in its text, if this process lacked something to receive a message and its memory."""
+    if type(error) is not TransportError or error.rank is not None:
+        return error
+    return TransportError(f"rank {rank} cannot receive from {sender}: {error}", rank=rank)
+
+
 #: The most messages of a member that are read before the leader reports what they complete. A report costs a message to rank 0.
 _MAX_TOGETHER = 16
 
@@ -288,6 +301,16 @@ class Connection:
         self._manifests.pop(group, None)
         self._mirrors.pop(group, None)
 
+    def tell(self, message: LocalMessage, fds: tuple[int, ...] = ()) -> None:
+        """Send ``message`` to the member, unless that is gone. Raises TransportError if the system cannot send it."""
+        try:
+            self.link.tell(message, fds)
+        except TransportError as error:
+            what = f"group {message.group}"
+            if message.kind is Kind.DONE:
+                what = f"step {message.step}, partition {message.partition} of {what}"
+            raise TransportError(f"rank {self._leader} to rank {self._rank}, {what}: {error}", rank=self._leader) from error
+
     def close(self) -> None:
         self.link.end()
         if self._reader.ident is not None:  # the thread has begun
@@ -307,11 +330,13 @@ class Connection:
                     self._report()
                     unreported = 0
             if not self._said_goodbye:
-                raise PeerLost(f"rank {self._rank} is gone: it ended its connection to rank {self._leader} without a goodbye")
+                said = f"rank {self._rank} is gone: it ended its connection to rank {self._leader} without a goodbye"
+                raise PeerLost(said, rank=self._rank)
         except CommschedError as error:
-            self._fail(error)
+            self._fail(_located(error, self._leader, f"rank {self._rank}"))
         except Exception as error:
-            self._fail(TransportError(f"rank {self._leader} failed to serve rank {self._rank}: {error_text(error)}"))
+            said = f"rank {self._leader} failed to serve rank {self._rank}: {error_text(error)}"
+            self._fail(TransportError(said, rank=self._leader))
 
     def _handle(self, message: LocalMessage, fds: tuple[int, ...]) -> None:
         try:
@@ -341,7 +366,9 @@ class Connection:
             raise ProtocolError(f"rank {self._rank} pushed step {message.step} of group {message.group} without its memory")
 
         def reply(result: memoryview) -> None:
-            with suppress(OSError):  # the member is gone, which this thread reports
-                self.link.send(message._replace(kind=Kind.DONE))
+            try:
+                self.tell(message._replace(kind=Kind.DONE))
+            except TransportError as error:  # whoever made the average goes on with those of other ranks
+                self._fail(error)
 
         self._gathered(key, self._contributions.push(self._index, key, *at, mirror.part(*at), reply))

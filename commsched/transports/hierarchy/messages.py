@@ -6,6 +6,7 @@ name that could be guessed or left behind, and is freed with the last process th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -30,6 +31,9 @@ _STRUCT = Struct("<BBxxIIIQQQ")
 
 #: The dtype of a host's sum by the gradients' dtype. A sum that is still to be added to others is not rounded to 16 bits.
 WIDER = {"float16": "float32", "bfloat16": "float32"}
+
+#: The errors of a send whose other end has ended.
+GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF)
 
 #: Space for the one descriptor of memory that may come with a message.
 _FDS_BYTES = socket.CMSG_LEN(array("i").itemsize)
@@ -85,11 +89,24 @@ class UnixConnection:
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
         self._connection.sendmsg([data], passed, flags)
 
+    def tell(self, message: LocalMessage, fds: tuple[int, ...] = ()) -> None:
+        """Send ``message`` unless the other end is gone, which the thread that receives from it reports.
+
+        Raises:
+            TransportError: the system cannot send it.
+        """
+        try:
+            self.send(message, fds)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise TransportError(f"{message.kind.name} cannot be sent: {error.strerror or error}") from error
+
     def receive(self) -> tuple[LocalMessage, tuple[int, ...]] | None:
         """Return the next message and the descriptors that came with it, or None at the end. The caller closes them.
 
         Raises:
             ProtocolError: this is no message between ranks of a host.
+            TransportError: this process has no descriptor left for one that came with the message.
             TimeoutError: see ``limit``.
         """
         try:
@@ -103,10 +120,15 @@ class UnixConnection:
             close_all(fds)
             return None
         try:
+            if len(data) == _STRUCT.size and flags & socket.MSG_CTRUNC and not fds:
+                raise TransportError("a message came without its descriptor: this process has too many open files (ulimit -n)")
             if len(data) != _STRUCT.size or flags & socket.MSG_CTRUNC:
                 raise ProtocolError(f"a message of {len(data)} bytes with {len(fds)} descriptors")
             kind, dtype, rank, group, partition, step, start, stop = _STRUCT.unpack(data)
             return LocalMessage(Kind(kind), rank, group, step, partition, _DTYPES[dtype], start, stop), fds
+        except TransportError:
+            close_all(fds)
+            raise
         except (ProtocolError, ValueError, IndexError) as error:
             close_all(fds)
             raise ProtocolError(f"not a message of this host's ranks: {error}") from error
@@ -193,8 +215,8 @@ class SharedBuffers:
         return self._memory[at + start : at + stop]
 
 
-def create_buffers(manifest: Manifest) -> tuple[SharedBuffers, int]:
-    """Return new memory, writable and filled with zeros, and its descriptor to pass on. The caller closes the descriptor.
+def create_buffers(manifest: Manifest, rank: int) -> tuple[SharedBuffers, int]:
+    """Return new memory of ``rank``, writable and filled with zeros, and its descriptor to pass on, which the caller closes.
 
     Raises:
         TransportError: the system cannot provide the memory.
@@ -205,9 +227,7 @@ def create_buffers(manifest: Manifest) -> tuple[SharedBuffers, int]:
         fd = _seal(nbytes)
         return SharedBuffers(manifest, mmap.mmap(fd, nbytes)), fd
     except OSError as error:
-        if fd >= 0:
-            os.close(fd)
-        raise TransportError(f"{nbytes} bytes of shared memory cannot be allocated: {error.strerror or error}") from error
+        raise _not_allocated(fd, nbytes, rank, error) from error
 
 
 def attach(fd: int, writable: bool = False) -> mmap.mmap:
@@ -215,22 +235,41 @@ def attach(fd: int, writable: bool = False) -> mmap.mmap:
 
     Raises:
         ProtocolError: ``fd`` is no sealed shared memory, or its memory may shrink while it is read.
+        TransportError: this process has no descriptor or memory left.
     """
     try:
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ProtocolError("shared memory that may shrink")
         return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise TransportError(f"shared memory cannot be mapped: {error.strerror}") from error
         raise ProtocolError(f"no shared memory: {error}") from error
 
 
-def write_manifest(manifest: Manifest) -> int:
-    """Return a descriptor of memory that holds ``manifest``, which might be too long for a message."""
+def write_manifest(manifest: Manifest, rank: int) -> int:
+    """Return a descriptor of memory of ``rank`` that holds ``manifest``, which might be too long for a message.
+
+    Raises:
+        TransportError: the system cannot provide the memory.
+    """
     text = json.dumps(manifest.to_record()).encode()
-    fd = _seal(len(text))
-    with mmap.mmap(fd, len(text)) as memory:
-        memory[:] = text
-    return fd
+    fd = -1
+    try:
+        fd = _seal(len(text))
+        with mmap.mmap(fd, len(text)) as memory:
+            memory[:] = text
+        return fd
+    except OSError as error:
+        raise _not_allocated(fd, len(text), rank, error) from error
+
+
+def _not_allocated(fd: int, nbytes: int, rank: int, error: OSError) -> TransportError:
+    if fd >= 0:
+        os.close(fd)
+    return TransportError(
+        f"rank {rank}: {nbytes} bytes of shared memory cannot be allocated: {error.strerror or error}", rank=rank
+    )
 
 
 def read_manifest(fd: int) -> Manifest:

@@ -190,7 +190,7 @@ class HostRendezvous:
             close_all(fds)
             if message.kind is not Kind.HELLO or message.rank not in self._members or message.rank in links:
                 raise ProtocolError(f"it sent {message.kind.name} as rank {message.rank}")
-        except (ConfigError, ProtocolError, TimeoutError) as error:
+        except (ConfigError, ProtocolError, TransportError, TimeoutError) as error:
             log.warning("refused a connection of this host: %s", error)
             return link.close()
         link.limit(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -11,11 +12,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
 
-from commsched.core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, UnsupportedError
+from commsched.core.errors import ClosedError, CommschedError, PeerLost, ProtocolError, TransportError, UnsupportedError
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.plan import cut
 from commsched.core.task import CommTask
@@ -112,7 +114,7 @@ def test_a_member_puts_its_contribution_where_the_leader_reads_it_and_takes_the_
     assert messages.read_manifest(memories[Kind.GROUP][0]) == MANIFEST
     mirror = messages.SharedBuffers(MANIFEST, messages.attach(memories[Kind.MEMORY][0]))
     assert mirror.part("float32", 0, 16) == task.data
-    averages, fd = messages.create_buffers(MANIFEST)
+    averages, fd = messages.create_buffers(MANIFEST, 0)
     averages.part("float32", 0, 16)[:] = np.full(4, 9, np.float32).tobytes()
     give(leader, LocalMessage(Kind.MEMORY, group=0), fd)
     leader.send(about(Kind.DONE, task))
@@ -181,7 +183,7 @@ def test_a_device_copies_from_and_to_what_ranks_share_if_it_is_pinned(
     received = {message.kind: fds for message, fds in (leader.receive() for _ in range(3))}
     contributions = messages.SharedBuffers(MANIFEST, messages.attach(*received[Kind.MEMORY])).part("float32", 0, 16)
     assert contributions == own
-    averages, fd = messages.create_buffers(MANIFEST)
+    averages, fd = messages.create_buffers(MANIFEST, 0)
     average = averages.part("float32", 0, 16)
     average[:] = np.full(4, 9, np.float32).tobytes()
     give(leader, LocalMessage(Kind.MEMORY, group=0), fd)
@@ -299,9 +301,68 @@ def test_a_goodbye_does_not_wait_while_the_other_end_does_not_read() -> None:
         each.close()
 
 
+def out_of(number: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_member_without_memory_says_which_rank_it_is(member, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", out_of(errno.EMFILE))
+    with pytest.raises(TransportError, match=r"^rank 5: \d+ bytes of shared memory cannot be allocated: Too many open files$"):
+        member[0].start(make_task(), told)
+
+
+def test_a_leader_that_cannot_map_what_it_gets_names_both_ranks(leader, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = leader[1]
+    give(member, LocalMessage(Kind.GROUP, group=0), messages.write_manifest(MANIFEST, 5))
+    _, fd = messages.create_buffers(MANIFEST, 5)
+    attach = messages.attach
+    monkeypatch.setattr(member_module, "attach", partial(_mapped_without_memory, attach, monkeypatch))
+    give(member, LocalMessage(Kind.MEMORY, group=0), fd)
+    failure = told.first()
+    assert str(failure) == "rank 4 cannot receive from rank 5: shared memory cannot be mapped: Cannot allocate memory"
+    assert failure.rank == 4
+
+
+def _mapped_without_memory(attach: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fd: int) -> Any:
+    monkeypatch.setattr(messages.mmap, "mmap", out_of(errno.ENOMEM))
+    return attach(fd)
+
+
+def test_a_descriptor_that_the_system_has_dropped_is_not_the_senders_fault() -> None:
+    class Short:
+        def recvmsg(self, *_: object) -> Any:
+            return b"\x03" + bytes(messages._STRUCT.size - 1), [], socket.MSG_CTRUNC, None
+
+    with pytest.raises(TransportError, match=r"this process has too many open files \(ulimit -n\)"):
+        UnixConnection(Short()).receive()  # type: ignore[arg-type]
+
+
+def test_a_leader_that_cannot_tell_a_living_member_of_its_average_says_so(leader, told: Told) -> None:
+    transport, member = leader
+    task = make_task()
+    announce(member)
+    member.send(about(Kind.PUSH, task))
+    [connection] = transport._members
+    tell = connection.link.send
+
+    def without_memory(message: LocalMessage, *more: Any, **options: Any) -> None:
+        if message.kind is Kind.DONE:
+            out_of(errno.ENOBUFS)()
+        tell(message, *more, **options)
+
+    connection.link.send = without_memory
+    transport.start(task, told)
+    assert str(told.first()) == (
+        "rank 4 to rank 5, step 0, partition 0 of group 0: DONE cannot be sent: No buffer space available"
+    )
+
+
 def test_no_program_that_a_rank_starts_gets_its_memory() -> None:
     one, other = linked()
-    give(one, LocalMessage(Kind.MEMORY), messages.create_buffers(MANIFEST)[1])
+    give(one, LocalMessage(Kind.MEMORY), messages.create_buffers(MANIFEST, 0)[1])
     received = other.receive()
     assert received is not None
     [fd] = received[1]
@@ -315,8 +376,8 @@ def test_no_program_that_a_rank_starts_gets_its_memory() -> None:
 
 
 def announce(member: UnixConnection, manifest: Manifest = MANIFEST) -> messages.SharedBuffers:
-    give(member, LocalMessage(Kind.GROUP, group=0), messages.write_manifest(manifest))
-    mirror, fd = messages.create_buffers(manifest)
+    give(member, LocalMessage(Kind.GROUP, group=0), messages.write_manifest(manifest, 5))
+    mirror, fd = messages.create_buffers(manifest, 0)
     give(member, LocalMessage(Kind.MEMORY, group=0), fd)
     return mirror
 
@@ -424,7 +485,7 @@ def test_a_leader_that_cannot_be_made_leaves_nothing_behind() -> None:
 
 def test_a_push_without_memory_is_refused(leader, told: Told) -> None:
     _, member = leader
-    give(member, LocalMessage(Kind.GROUP, group=0), messages.write_manifest(MANIFEST))
+    give(member, LocalMessage(Kind.GROUP, group=0), messages.write_manifest(MANIFEST, 5))
     member.send(about(Kind.PUSH, make_task()))
     assert str(told.first()) == "rank 5 pushed step 0 of group 0 without its memory"
 

@@ -14,7 +14,7 @@ MANIFEST = Manifest(tuple(TensorSpec(f"{dtype}-{i}", (1000,), dtype) for i in ra
 
 
 def test_what_one_writes_the_other_reads_and_no_buffer_overlaps_another():
-    mirror, fd = messages.create_buffers(MANIFEST)
+    mirror, fd = messages.create_buffers(MANIFEST, 0)
     other = messages.SharedBuffers(MANIFEST, messages.attach(fd))
     os.close(fd)
     for number, (dtype, nbytes) in enumerate(MANIFEST.buffer_bytes.items()):
@@ -39,7 +39,7 @@ def test_memory_that_could_shrink_or_is_none_is_refused():
 
 
 def test_memory_of_another_size_is_refused():
-    _, fd = messages.create_buffers(MANIFEST)
+    _, fd = messages.create_buffers(MANIFEST, 0)
     smaller = Manifest((TensorSpec("x", (1,), "float32"),))
     with pytest.raises(ProtocolError, match="bytes of memory for a group that needs 4096"):
         messages.SharedBuffers(smaller, messages.attach(fd))
@@ -48,7 +48,7 @@ def test_memory_of_another_size_is_refused():
 
 def test_a_manifest_of_any_length_is_passed():
     manifest = Manifest(tuple(TensorSpec(f"layer {i} " + "x" * 300, (i,), "bfloat16") for i in range(2000)))
-    fd = messages.write_manifest(manifest)
+    fd = messages.write_manifest(manifest, 5)
     assert messages.read_manifest(fd) == manifest
     os.close(fd)
 

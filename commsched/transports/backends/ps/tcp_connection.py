@@ -81,7 +81,7 @@ class TcpConnection:
         self.peer = peer
         self.outbox = outbox
         self._socket = connected
-        self._fail_after_seconds = fail_after_seconds
+        self._answers = Answers(connected, fail_after_seconds + 2.0)
         self._send_error: Exception | None = None
         self._unsent_bytes = _MOST_UNSENT_BYTES  # the socket's TCP_NOTSENT_LOWAT
         self._rest_bytes = _MOST_REST_BYTES
@@ -154,7 +154,7 @@ class TcpConnection:
                     received = self._socket.recv_into(memory[filled:] if filled else memory, 0, flags)
                 except BlockingIOError:  # nothing has come for a while
                     if not is_large:
-                        require_answers(self._socket, self._fail_after_seconds + 2.0)
+                        self._answers.require()
                     continue
                 if not received:
                     break
@@ -173,7 +173,7 @@ class TcpConnection:
         if (awaited := min(nbytes, _AWAITED_BYTES)) != self._awaited:
             self._await(awaited)
         if not self._readable.poll(self._poll_ms):
-            require_answers(self._socket, self._fail_after_seconds + 2.0)
+            self._answers.require()
 
     def _await(self, nbytes: int) -> None:
         self._awaited = nbytes
@@ -299,16 +299,28 @@ def unsent_limit(bytes_per_second: int) -> int:
     return min(max(1 << power, _LEAST_UNSENT_BYTES), _MOST_UNSENT_BYTES)
 
 
-def require_answers(connected: socket.socket, within_seconds: float) -> None:
-    """Check that the other end's kernel answers, even if its process does not read.
+class Answers:
+    """Whether the kernel at the other end of ``connected`` answers, even if its process does not read."""
 
-    Raises:
-        TimeoutError: sent data or keepalive probes have had no answer for longer than that time.
-    """
-    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    retransmits, probes, last_answer_ms = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
-    if (retransmits or probes) and last_answer_ms > within_seconds * 1000:
-        raise TimeoutError(f"its host has not answered for {last_answer_ms / 1000:.0f} s")
+    def __init__(self, connected: socket.socket, within_seconds: float) -> None:
+        self._socket = connected
+        self._within_seconds = within_seconds
+        self._lacked_one = False  # at the last call, a probe had no answer
+
+    def require(self) -> None:
+        """Check it; call it after each silence.
+
+        Raises:
+            TimeoutError: there has been no answer for longer than that time, although data were sent again, or two calls in a
+                row have found a probe without one. While a process does not read, the kernel's probes come up to two minutes
+                apart, and one that has just left has no answer yet.
+        """
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        retransmits, probes, last_answer_ms = _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
+        is_late = last_answer_ms > self._within_seconds * 1000
+        if is_late and (retransmits or (probes and self._lacked_one)):
+            raise TimeoutError(f"its host has not answered for {last_answer_ms / 1000:.0f} s")
+        self._lacked_one = is_late and probes > 0
 
 
 def _set_receive_timeout(connected: socket.socket, seconds: float) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from ....net.tls import TlsSocket
 from .send_queue import SendQueue
 from .stream import Altered
-from .tcp_connection import LARGE_BYTES, TcpConnection, require_answers
+from .tcp_connection import LARGE_BYTES, TcpConnection
 
 #: Bytes that the receiver takes from the system at a time, and that the sender encrypts at a time. The threads of a connection
 #: take turns at these pieces.
@@ -57,7 +57,7 @@ class TlsConnection(TcpConnection):
                 if flags:
                     self._wait_for(nbytes - _RECORD_BYTES)
                 else:
-                    require_answers(self._socket, self._fail_after_seconds + 2.0)
+                    self._answers.require()
                 continue
             if received:
                 self._secured.arrived(self._arrived[:received])
