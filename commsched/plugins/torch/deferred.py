@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch._compile import _disable_dynamo
 
-from .guard import Guarded, is_surrounded, outside, unguarded
+from .guard import Guarded, forget_mark, is_surrounded, mark, outside, unguarded
+from .marked import unnoticed
 
 #: The most elements of a deferred tensor.
 _MOST = 1 << 16
@@ -40,7 +41,7 @@ class Value:
     ``size`` up to rounding. Any thread may use it.
     """
 
-    __slots__ = ("_compute", "_tensor", "kind", "length", "size", "sources")
+    __slots__ = ("__weakref__", "_compute", "_tensor", "kind", "length", "size", "sources")
 
     def __init__(
         self, compute: Callable[[], torch.Tensor], kind: str, size: float, sources: frozenset[Source], length: int = 0
@@ -86,6 +87,11 @@ class Deferred(Guarded, torch.Tensor):
             result = _combine(func, args, kwargs or {})
             if result is not None:
                 return result
+        if func in _READS and isinstance(args[0], Deferred):
+            args[0].commsched_resolve(func)
+            if (found := args[0].__dict__.get("_deferred")) is not None:  # its mark would take this for more than a read
+                value, index = found
+                args = (value.get() if index is None else value.get()[index], *args[1:])
         return super().__torch_function__(func, types, args, kwargs)
 
     def commsched_resolve(self, func: Any = None) -> None:
@@ -96,11 +102,12 @@ class Deferred(Guarded, torch.Tensor):
         value, index = found
         with outside() if is_surrounded() else nullcontext():
             values = value.get()
-            with torch.inference_mode(False), torch.no_grad(), unguarded():
+            with torch.inference_mode(False), torch.no_grad(), unguarded(), unnoticed():
                 _T.copy_(self, values if index is None else values[index])
         if func not in _READS or all(source.is_over for source in value.sources):
             self.__class__ = torch.Tensor  # type: ignore[assignment]
             self.__dict__.pop("_deferred", None)
+            forget_mark(self)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Do what ``Tensor.to`` does, without a detour in the usual case: ``clip_grad_norm_`` calls it for each gradient."""
@@ -117,10 +124,15 @@ class Deferred(Guarded, torch.Tensor):
         return self.__reduce_ex__(protocol)
 
 
-def defer(tensor: torch.Tensor, value: Value, index: int | None = None) -> torch.Tensor:
-    """Let ``tensor``, a plain one, be deferred. Its values are those of ``value``, or its element ``index``."""
+def defer(tensor: torch.Tensor, value: Value, index: int | None = None, is_marked: bool = False) -> torch.Tensor:
+    """Let ``tensor``, a plain one, be deferred. Its values are those of ``value``, or its element ``index``.
+
+    ``is_marked``: readers that do not check its class wait, too, such as ``torch.tensor()`` and TorchScript. A mark takes time,
+    so tensors that are mostly used together, and those that torch uses itself, have none."""
     tensor._deferred = value, index  # type: ignore[attr-defined]
     tensor.__class__ = Deferred
+    if is_marked:
+        mark(tensor)
     return tensor
 
 
@@ -157,12 +169,12 @@ def _combine(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
         taken = _Arguments(func, args, kwargs)
     except _Impossible:
         return None
-    with torch.no_grad(), unguarded():
+    with torch.inference_mode(False), torch.no_grad(), unguarded(), unnoticed():
         shape = func(*args, **kwargs)  # the values in there are not used
         if not isinstance(shape, torch.Tensor) or shape.numel() > _MOST:
             return None
         shape = shape.clone()  # it may be an argument, or lie in its memory
-    return defer(shape, taken.stacked or taken.value())
+    return defer(shape, taken.stacked or taken.value(), is_marked=True)
 
 
 class _Impossible(Exception):
@@ -173,6 +185,8 @@ class _Arguments:
     """The arguments of an operation, with a value in place of each deferred tensor."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("out") is not None:
+            raise _Impossible  # the user's own tensor, which must have the values now
         self._func = func
         self._kinds: list[str] = [func.__name__, *sorted(kwargs)]
         self._size = 0.0

@@ -12,7 +12,7 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ..common.undo import Undo, require_no_undo, require_only_one
-from .initial_state import options_of, parameters_of, take_options
+from .initial_state import options_of, parameters_of, take_options, write
 from .layout import layouts_in
 from .norms import NormsOfRound
 from .saved import Saved, copied, put_back, saved_for_update
@@ -90,7 +90,7 @@ class ElasticPart:
         versions |= {name: each._version for name, each in self._of._model.named_parameters() if name in versions}
         with torch.no_grad():
             for name, buffer in self._of._model.named_buffers():
-                buffer.copy_(buffers[name])
+                write(f"buffer '{name}'", buffer, buffers[name])
         self.set_hyper_parameters({"options": options, "norms": asdict(norms)})
 
     def keep(self) -> bool:

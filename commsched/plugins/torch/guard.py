@@ -22,7 +22,7 @@ from weakref import ref
 import torch
 from torch._compile import _disable_dynamo
 
-from .marked import Twin, alias, is_marked, tensors_in, unmark, unnoticed, watch_marked
+from .marked import Twin, alias, is_marked, marked_twin, tensors_in, unmark, unnoticed, watch_marked
 
 
 def is_surrounded() -> bool:
@@ -231,13 +231,49 @@ def _resolve_marked(tensor: torch.Tensor) -> None:
     """Make a reader that does not check the class wait, as :func:`resolve` does for other readers."""
     known = _marked.get(address(tensor))
     owner = known() if known is not None else None
-    if owner is not None:
+    its_class = type(owner)
+    if issubclass(its_class, Guarded):
+        its_class.commsched_resolve(owner)
+    elif owner is not None:  # it is being guarded, or released, by another thread
         resolve(owner)
     if is_marked(tensor) and not (owner is not None and is_guarded(owner)):
         unmark(tensor)  # it was derived from a marked tensor that was resolved since
 
 
 watch_marked(_resolve_marked)
+
+
+class _Mark(ref[torch.Tensor]):
+    """A tensor that was marked by :func:`mark`."""
+
+    __slots__ = ("address",)
+
+    address: int
+
+
+def mark(tensor: torch.Tensor) -> None:
+    """Let readers that do not check the class of ``tensor``, which is guarded, wait as well, until :func:`forget_mark`."""
+    with torch.inference_mode(False), unguarded(), unnoticed():
+        marked = marked_twin(tensor)
+        if marked is None:
+            return
+        known = _Mark(tensor, _drop_mark)
+        known.address = tensor.data_ptr()
+        _marked[known.address] = known
+        tensor.data = marked
+
+
+def forget_mark(tensor: torch.Tensor) -> None:
+    """Remove the mark of :func:`mark`, if ``tensor`` has it."""
+    known = _marked.get(address(tensor))
+    if known is not None and known() is tensor:
+        _marked.pop(address(tensor), None)  # another thread may have done so
+        unmark(tensor)
+
+
+def _drop_mark(gone: _Mark) -> None:
+    if _marked.get(gone.address) is gone:
+        _marked.pop(gone.address, None)
 
 
 class Guarded:

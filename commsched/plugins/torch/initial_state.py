@@ -36,8 +36,11 @@ def broadcast_model(
     inside = {id(tensor) for tensor in named.values()}
     named |= {f"parameter '{name}'": tensor for name, tensor in beside.items() if id(tensor) not in inside}
     named |= {f"buffer '{name}'": tensor for name, tensor in model.named_buffers()}
-    records = session.gather([[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()])
+    records = session.gather([[name, list(tensor.shape), _kind(tensor)] for name, tensor in named.items()])
     require_same(records, lambda different: f"the model has {different.text(_text)}")
+    for name, tensor in named.items():
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(f"{name} is a {_kind(tensor)} tensor, which cannot be broadcast; make it a plain attribute")
     broadcast_parameters(session, named, root)
 
 
@@ -45,7 +48,7 @@ def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.T
     """Broadcast the values that ``root`` has of tensors that all ranks have with the same names, shapes and types.
     Collective."""
     with no_use():
-        _broadcast(session, "parameters and buffers", [tensor.detach() for tensor in named.values()], root)
+        _broadcast(session, "parameters and buffers", {name: tensor.detach() for name, tensor in named.items()}, root)
 
 
 def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -55,6 +58,10 @@ def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimi
     keys = compared_keys(optimizer, records)
     compared = [{key: record.get(key, "not set") for key in sorted(keys)} for record in records]
     require_same(compared, lambda different: f"param_groups[{index}]['{different.key}'] is {different.text()}")
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype) if tensor.layout is torch.strided else f"{tensor.dtype} {tensor.layout}"
 
 
 def _text(described: list[Any] | None) -> str:
@@ -86,7 +93,7 @@ def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optim
         for group, options in zip(optimizer.param_groups, theirs):
             group.update({key: _like(group.get(key), value) for key, value in options["options"].items()})
     state = _adopt_state(optimizer, records[root]["state"], session.rank == root)
-    _broadcast(session, "optimizer state", state, root)
+    _broadcast(session, "optimizer state", {f"tensor {n} of the optimizer's state": each for n, each in enumerate(state)}, root)
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -222,20 +229,40 @@ def _collect_tensors(value: Any, into: list[torch.Tensor]) -> None:
             _collect_tensors(item, into)
 
 
-def _broadcast(session: commsched.Session, name: str, tensors: list[torch.Tensor], root: int) -> None:
-    """Broadcast the bytes of ``tensors`` in pieces of at most :data:`PIECE_BYTES`, so that the additional memory does not grow
-    with the model."""
-    total = sum(tensor.nbytes for tensor in tensors)
-    piece = _Piece(session, name, min(total, PIECE_BYTES), root)
+def _broadcast(session: commsched.Session, what: str, named: Mapping[str, torch.Tensor], root: int) -> None:
+    """Broadcast the bytes of tensors in pieces of at most :data:`PIECE_BYTES`, so that the additional memory does not grow with
+    the model."""
+    total = sum(tensor.nbytes for tensor in named.values())
+    piece = _Piece(session, what, min(total, PIECE_BYTES), root)
     with torch.no_grad():
-        for tensor in tensors:
+        for name, tensor in named.items():
             contiguous = tensor.resolve_conj().resolve_neg().contiguous()  # the tensor itself, if it is contiguous
-            values = (torch.view_as_real(contiguous) if tensor.is_complex() else contiguous).reshape(-1).view(torch.uint8)
+            values = _bytes_of(contiguous)
             while len(values) > 0:
                 values = values[piece.add(values) :]
             if contiguous is not tensor:
-                piece.then(partial(tensor.copy_, contiguous))
+                piece.then(partial(write, name, tensor, contiguous))
         piece.send()
+
+
+def write(name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` to ``tensor``. One whose elements share memory must have these values, since it cannot be written.
+
+    Raises:
+        UnsupportedError: it has others.
+    """
+    try:
+        tensor.copy_(values)
+    except RuntimeError as error:
+        if not _is_equal(_bytes_of(tensor.contiguous()), _bytes_of(values)):
+            raise UnsupportedError(
+                f"{name} cannot get the values that it has on another rank, or had before, since its elements share memory, as "
+                "after expand(); make it contiguous"
+            ) from error
+
+
+def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(contiguous) if contiguous.is_complex() else contiguous).reshape(-1).view(torch.uint8)
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from ...core.errors import UnsupportedError
 from ...core.group import TensorGroup
 from .deferred import Deferred, Value, defer, digest_of_text, value_of
 from .edits import SCALING, Edit, Owner, owners_of, recorded
-from .guard import LATER, unguarded
+from .guard import LATER, mark, unguarded
 from .slot import Slot
 
 log = logging.getLogger("commsched")
@@ -51,6 +52,7 @@ class RoundNorms:
         self._lock = threading.Lock()  # held while norms of the round are awaited, so that the next round begins after that
         self._kept: dict[tuple[TensorGroup, float], Any] = {}
         self._used: set[tuple[TensorGroup, float]] = set()
+        self._values: WeakSet[Value] = WeakSet()  # those that somebody holds
         self.is_over = False
 
     @property
@@ -79,6 +81,14 @@ class RoundNorms:
             for key in self._used - self._kept.keys():
                 self._kept[key] = self._norms[key].of(key[1])
             self.is_over = True
+        for value in list(self._values):
+            value.get()  # else one that is kept and never read would keep the parameters
+
+    def value(self, compute: Callable[[], torch.Tensor], kind: str, length: int) -> Value:
+        """Return a value that depends on these norms."""
+        value = Value(compute, kind, 0.0, frozenset([self]), length)
+        self._values.add(value)
+        return value
 
 
 @dataclass
@@ -199,7 +209,7 @@ def _norm_of(owner: Owner, slots: Sequence[Slot], order: float, dtype: torch.dty
                 norms[index] = value
         return torch.from_numpy(norms).to(dtype)
 
-    return Value(compute, kind, 0.0, frozenset([current]), len(slots))
+    return current.value(compute, kind, len(slots))
 
 
 def _foreach_norm(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -219,7 +229,10 @@ def _norm(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     if len(arguments) > 2 or given.get("keepdim") or any(value is not None for value in others) or "input" not in given:
         return NotImplemented
     norms = _deferred_norms([given["input"]], 2 if order in ("fro", None) else order)
-    return NotImplemented if norms is None else norms[0]
+    if norms is None:
+        return NotImplemented
+    mark(norms[0])
+    return norms[0]
 
 
 def _deferred_norms(gradients: list[Any], order: Any) -> list[torch.Tensor] | None:

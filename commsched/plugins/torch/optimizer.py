@@ -155,6 +155,7 @@ class ScheduledOptimizer(Optimizer):
         optimizer, model = self.optimizer, self._model
         slots = _make_slots(optimizer.param_groups, model)
         self._look_for_shared_memory(slots)
+        self._look_for_repeated_parameters()
         self._note_parameters()
         self._compared: set[str] = set()  # keys of the hyper-parameters that are compared
         end_abandoned(session)
@@ -336,6 +337,13 @@ class ScheduledOptimizer(Optimizer):
         if overlap is not None:
             self._per_parameter = False  # the user's optimizer determines the order of the updates
             self._step_must_wait(f"'{overlap[0]}' and '{overlap[1]}' lie in the same memory")
+
+    def _look_for_repeated_parameters(self) -> None:
+        """Make ``step()`` wait if a group has a parameter twice, which torch then updates twice."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            if len(set(map(id, group["params"]))) < len(group["params"]):
+                self._per_parameter = False
+                self._step_must_wait(f"a parameter is more than once in param_groups[{index}]")
 
     def _look_for_whole_updates(self) -> None:
         """Make ``step()`` wait if the user's optimizer has hooks or wrappers: they must run once per step, and may use all
@@ -666,6 +674,7 @@ class ScheduledOptimizer(Optimizer):
             self._compared |= compared_keys(self.optimizer, self.optimizer.param_groups[first:])
             slots = _make_slots(self.optimizer.param_groups[first:], self._model, first)
             self._look_for_shared_memory([*exchange.places.all, *slots])
+            self._look_for_repeated_parameters()
             exchange.add(slots)
             broadcast_parameters(self._session, {slot.name: slot.parameter for slot in slots})
             self._make_comparison()
@@ -704,7 +713,11 @@ def _make_slots(param_groups: list[dict[str, Any]], model: torch.nn.Module, firs
     sparse = sparse_weights(model)
     slots = []
     for index, group in enumerate(param_groups, first):
+        seen: set[int] = set()  # a group may have a parameter twice
         for position, parameter in enumerate(group["params"]):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
             name = names.get(id(parameter), f"param_groups[{index}]['params'][{position}]")
             slots.append(Slot(name, parameter, index, id(parameter) in sparse))
     return sorted(slots, key=lambda slot: places.get(id(slot.parameter), len(places)))

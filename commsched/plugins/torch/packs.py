@@ -48,11 +48,12 @@ class Pack:
         Return whether that was possible. It is not if ``gradient`` is other than registered, or if somebody holds the slot's
         own gradient or has moved it; then nothing was done.
         """
+        if sys.getrefcount(slot.gradient) > slot.references:  # counted as in ``slot.py``: Python versions count differently
+            return False
         held = slot.gradient
         if (
             slot.users is not None
             or slot.state is not _EXPECTED
-            or sys.getrefcount(held) > slot.references + 1
             or gradient is held
             or type(gradient) is not torch.Tensor
             or gradient.dtype is not slot.dtype

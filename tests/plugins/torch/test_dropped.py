@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import commsched
+from commsched.plugins.torch.deferred import Deferred
 
 from .loops.loop import Data, mlp, require_plain, run, sgd, train
 
@@ -86,6 +87,35 @@ def test_a_model_that_is_dropped_is_freed_with_its_optimizers_and_buffers(ordere
             assert not ends.alive()
 
     run(loop, ordered=ordered)
+
+
+def test_a_norm_that_is_kept_and_not_read_keeps_no_model() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> list[bool]:
+        ends = _Ends()
+
+        def fold() -> list[torch.Tensor]:
+            model = mlp()
+            optimizer = data.scheduled(sgd(model), model)
+            ends.watch(model, model[0].weight)
+            norms = []
+            for step in range(6):
+                optimizer.zero_grad()
+                data.loss(model, step).backward()
+                norms.append(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
+                optimizer.step()
+            optimizer.synchronize()
+            return norms[:-1]
+
+        norms = fold()
+        together.wait()
+        if data.ranks == [0]:
+            gc.collect()
+        together.wait()
+        assert ends.alive() == []
+        return [type(norm) is Deferred for norm in norms]
+
+    together = threading.Barrier(2, timeout=60)
+    assert run(loop)[0][-1], "no norm was deferred"
 
 
 @ORDERED

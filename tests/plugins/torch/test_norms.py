@@ -85,6 +85,50 @@ def test_clipping_by_a_norm(name: str) -> None:
     require_plain(lambda data, model, optimizer: _train(data, model, optimizer, CLIPPING[name]))
 
 
+def _scripted(norm: torch.Tensor) -> torch.Tensor:
+    return torch.jit.CompilationUnit("def double(norm):\n  return norm * 2.0\n").double(norm)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.tensor,
+        lambda norm: torch.tensor(norm.detach()),
+        lambda norm: torch.tensor(norm, dtype=torch.float32),
+        lambda norm: torch.tensor(norm * 2 + 1),
+        lambda norm: torch.arange(9.0)[(norm * 2).long().clamp(0, 8)],
+        _scripted,
+    ],
+    ids=["tensor", "detached", "as float32", "of arithmetic", "index", "script"],
+)
+@pytest.mark.parametrize(
+    "norm", [lambda model: nn.utils.get_total_norm(gradients(model)), lambda model: model[0].weight.grad.norm()]
+)
+def test_readers_that_ask_no_class_wait_for_the_norm_too(norm: Any, read: Any) -> None:
+    require_plain(
+        lambda data, model, optimizer: _train(data, model, optimizer, lambda model: read(norm(model))), tolerance=1e-6
+    )
+
+
+def test_a_norm_is_printed_as_any_tensor() -> None:
+    require_plain(lambda data, model, optimizer: _train(data, model, optimizer, lambda model: f"{clip()(model)!r:.15}"))
+
+
+def test_what_arithmetic_writes_to_the_users_own_tensor_is_there() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        most, total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+
+        def note(model: Any) -> Any:
+            norm = clip()(model)
+            torch.maximum(most, norm, out=most)
+            return torch.add(total, norm, out=total).clone()
+
+        return [most, *_train(data, model, optimizer, note)]
+
+    require_plain(loop)
+
+
 @pytest.mark.parametrize("name", [name for name in CLIPPING if name not in ("by value first", "twice")])
 def test_nothing_waits_for_a_norm(name: str) -> None:
     def loop(network: Held | None, data: Data, model: Any, optimizer: Any) -> Any:

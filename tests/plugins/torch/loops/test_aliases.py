@@ -106,3 +106,19 @@ def test_parameters_that_come_to_lie_in_the_same_memory_after_wrapping(tied_at: 
         return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))).double()
 
     require_plain(loop, model=square, optimizer=optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)])
+def test_a_tied_weight_that_the_optimizer_has_twice_is_updated_twice(kind: Any) -> None:
+    """As by ``[*encoder.parameters(), *decoder.parameters()]``. torch warns, and makes two updates."""
+
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        model[2].weight = model[0].weight
+        return model
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        return kind([*model[0].parameters(), *model[2].parameters(), *model[4].parameters()])
+
+    require_plain(train, model=tied, optimizer=make)
