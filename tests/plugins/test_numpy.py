@@ -300,6 +300,32 @@ def test_weights_of_two_optimizers_are_compared_whichever_is_updated_first() -> 
     on_ranks(2, run, check_weights=1)
 
 
+def test_a_second_optimizer_of_a_network_takes_it_over_after_the_last_update_of_the_first() -> None:
+    def both(network: Network, make: Callable[[SGD], Any], batches: list[Batch]) -> Any:
+        for rate in (0.1, 0.01):
+            optimizer = make(SGD(network, rate))
+            train(network, optimizer, batches)
+        return optimizer
+
+    def run(session: Session) -> Weights:
+        network = make_network(np.random.default_rng(session.rank))
+        first = ScheduledOptimizer(SGD(network, 0.0), session)
+
+        def make(sgd: SGD) -> ScheduledOptimizer:
+            return ScheduledOptimizer(sgd, session)
+
+        both(network, make, [make_batch(session.rank, step, 3) for step in range(3)]).synchronize()
+        with pytest.raises(UnsupportedError, match="another ScheduledOptimizer was made for the same network: use that one"):
+            first.step()
+        return weights_of(network)
+
+    alone = make_network(np.random.default_rng(0))
+    both(alone, lambda sgd: sgd, [joint_batch(2, step, 3) for step in range(3)])
+    for weights in on_ranks(2, run):
+        for name, values in weights_of(alone).items():
+            np.testing.assert_allclose(weights[name], values, rtol=1e-9, err_msg=name)
+
+
 def test_different_networks_are_refused_on_every_rank() -> None:
     said = []
 

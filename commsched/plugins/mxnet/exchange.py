@@ -98,8 +98,8 @@ class GradientExchange(RoundExchange):
             share = rounds.agreement.share_with_gradient()
             for tensor in late:
                 slot = self._slots[tensor]
-                slot.used = share[tensor] > 0
-                if slot.used and slot.parameter.grad_req == "write":
+                is_average, slot.used = slot.used, share[tensor] > 0
+                if slot.used and not is_average and slot.parameter.grad_req == "write":
                     slot.gradient[:] = 0  # it is left from an earlier step; an accumulated gradient ("add") counts
             self._submit(rounds, late)
         self._averaged = True

@@ -51,7 +51,8 @@ class ScheduledOptimizer:
     Forward therefore runs while the averages of later layers are still being computed. From ``backward`` to the update, a
     layer's ``gradients`` belong to commsched: do not read or write them.
 
-    The constructor is collective: every rank must call it, in the same order. Use the optimizer from one thread.
+    The constructor is collective: every rank must call it, in the same order. It makes the last updates of an earlier
+    ScheduledOptimizer of the same network, which it replaces. Use the optimizer from one thread.
 
     Args:
         optimizer: updates one layer at a time, with the hyper-parameters that it has when ``step`` is called.
@@ -72,6 +73,10 @@ class ScheduledOptimizer:
         self._names = [f"{index} {type(layer).__name__}" for index, layer in enumerate(self._network.layers)]
         self._due: dict[int, SGD] = {}  # outstanding updates: layer -> copy of the optimizer, made when ``step`` was called
         self._undo: Undo[int] | None = None  # by layer; in an elastic job
+        self._is_replaced = False
+        owner = getattr(self._network.around_forward, "__self__", None)
+        if isinstance(owner, ScheduledOptimizer):
+            owner._leave_network()
         self._take_part(session or commsched.init(device="cpu" if self._device is None else self._device.name))
 
     def _take_part(self, session: commsched.Session) -> None:
@@ -80,7 +85,16 @@ class ScheduledOptimizer:
         self._register()
         self._network.around_forward = self._around_forward
         self._network.around_backward = self._around_backward
-        self._session.on_close(self.synchronize)
+        self._forget = self._session.on_close(self.synchronize)
+
+    def _leave_network(self) -> None:
+        """Make the last updates, before another ScheduledOptimizer takes over the network and the gradients of its layers."""
+        if not self._session.closed:
+            self.synchronize()
+            self._forget()
+            if self._group.step < 0 or len(self._group.notified) == len(self._group.manifest.tensors):
+                self._group.release()
+        self._is_replaced = True
 
     def step(self) -> None:
         """Record an update for every layer, with the current hyper-parameters.
@@ -88,8 +102,11 @@ class ScheduledOptimizer:
         Returns at once, unless no forward has run since the last ``step``: then it makes the outstanding updates first.
 
         Raises:
+            UnsupportedError: another ScheduledOptimizer was made for the same network.
             CommschedError: the session failed.
         """
+        if self._is_replaced:
+            raise UnsupportedError("another ScheduledOptimizer was made for the same network: use that one")
         self.synchronize()  # does nothing if a forward has run since the last step
         if self._undo is not None:
             self._undo.committed()

@@ -1,8 +1,8 @@
 """Guarded variables: the Keras variable itself is the dependency proxy.
 
 A guarded variable's object gets a class whose ``value`` first settles the variable's outstanding update. Keras and TensorFlow
-always read a variable through ``value``. To settle eagerly is to wait. While a graph is traced, settling adds operations that
-will wait.
+read a variable through ``value``, except for its ``repr``. To settle eagerly is to wait. While a graph is traced, settling adds
+operations that will wait.
 
 Functions that were traced before the variables were guarded hold the handles of their variables, and do not read the Keras
 variables again. TensorFlow lets a function get a captured value from a callable at each call. The callable that is set here
@@ -19,6 +19,8 @@ from functools import cache
 from typing import Any
 
 import tensorflow as tf
+
+from ...core.errors import CommschedError
 
 #: The attribute of a guarded variable that holds its own class and its callbacks. Nothing else holds them, so that a model can
 #: be collected.
@@ -94,6 +96,14 @@ def _guarded_class(own: type) -> type:
             result = own.assign(self, value)  # type: ignore[attr-defined]
             _assigned(self)
             return result
+
+        def __repr__(self) -> str:  # Keras reads the value otherwise than through ``value`` here
+            try:
+                if tf.executing_eagerly():
+                    settle(self)
+            except CommschedError:  # a message of that error, or of another one, may show the variable
+                return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, not updated>"
+            return own.__repr__(self)  # type: ignore[call-arg]
 
         def __deepcopy__(self, memo: Any) -> Any:
             with tf.init_scope():

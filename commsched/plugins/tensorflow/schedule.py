@@ -21,10 +21,13 @@ from .guard import guard, is_guarded, own_value, release, settle, settle_at_call
 from .logs import hook_fit, leave_fit, meet_in
 from .step import Step
 from .timeline import Timeline
-from .update import Updates, hyper_parameters, why_all_at_once
+from .update import Updates, constraints, hyper_parameters, why_all_at_once
 from .updater import Updater
 
 log = logging.getLogger("commsched")
+
+#: Compiled updates are kept for so many hyper-parameters, which may alternate. A schedule may make new ones in every step.
+_MOST_UPDATES = 8
 
 _made: WeakKeyDictionary[commsched.Session, list[ref[Schedule]]] = WeakKeyDictionary()  # making one is collective
 
@@ -70,7 +73,7 @@ class Schedule:
         self._updater = Updater(session, [own_value(variable) for variable in self.variables], self._agreement)
         self._timeline = Timeline(session.observer, self._updater.signals, model) if session.observer is not None else None
         self._step: Step | None = None
-        self._updates: dict[Any, Updates] = {}  # by hyper-parameters
+        self._updates: dict[Any, Updates] = {}  # by hyper-parameters and constraints
         self._order: dict[int, None] = {}  # indices by first use
         self._guard()
         # Functions that were traced before would wait for all variables before they begin.
@@ -219,12 +222,15 @@ class Schedule:
         return tf.convert_to_tensor(self._optimizer.learning_rate)
 
     def _updates_for(self, learning_rate: tf.Tensor) -> Updates:
-        key = (hyper_parameters(self._optimizer), learning_rate.dtype)
-        if key not in self._updates:
+        key = (hyper_parameters(self._optimizer), constraints(self.variables), learning_rate.dtype)
+        updates = self._updates.pop(key, None)
+        if updates is None:
+            if len(self._updates) == _MOST_UPDATES:  # steps that were traced with it, or are outstanding, hold it themselves
+                del self._updates[next(iter(self._updates))]
             with unguarded():
-                spec = tf.TensorSpec((), learning_rate.dtype)
-                self._updates[key] = Updates(self._optimizer, self.variables, spec)
-        return self._updates[key]
+                updates = Updates(self._optimizer, self.variables, tf.TensorSpec((), learning_rate.dtype))
+        self._updates[key] = updates  # the last to be deleted
+        return updates
 
     def meet(self, doing: str) -> None:
         """Wait until all ranks are ``doing`` this instead of a step. No-op before the first step and after the end. Raises

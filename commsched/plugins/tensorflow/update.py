@@ -54,9 +54,29 @@ def learning_rate_now() -> Any:
 
 
 def hyper_parameters(optimizer: Any) -> tuple[Any, ...]:
-    """The plain values among the optimizer's attributes, in a form that can be compared. They are constants of a traced
-    update."""
-    return tuple((name, _comparable(value)) for name, value in sorted(vars(optimizer).items()))
+    """The plain values among the attributes of the optimizer, or of another part of an update, in a form that can be compared.
+    They are constants of a traced update."""
+    return tuple((name, _comparable(value)) for name, value in sorted(getattr(optimizer, "__dict__", {}).items()))
+
+
+def constraints(variables: Sequence[Any]) -> tuple[Any, ...]:
+    """The constraints of ``variables``, in such a form, too: an update applies them."""
+    return tuple(
+        None if (found := variable.constraint) is None else (_Same(found), hyper_parameters(found)) for variable in variables
+    )
+
+
+class _Same:
+    """Stands for one object, whatever equality its class defines."""
+
+    def __init__(self, it: object) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.it is other.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
 
 
 def _comparable(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from .training import RANKS, STEPS, made, mlp, numbers, on_ranks, one_layer, sha
 
 INPUTS, TARGETS = numbers()
 
-#: Of Keras, when it writes files.
+#: Of Keras, when it writes files, or the text of a variable.
 keras_and_numpy_2 = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
 
 
@@ -120,6 +121,61 @@ def test_hyper_parameters_count_as_they_are_at_apply() -> None:
         return model.weights[0].numpy()
 
     require_close(after_each_step(change, compiled=False, make_optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9)))
+
+
+@keras_and_numpy_2
+def test_the_text_of_a_variable_has_its_update() -> None:
+    """Keras takes the value for it otherwise than for all else."""
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> None:
+        model = models[session.rank]
+        step = step_of(model, ScheduledOptimizer(adam(), model, session=session), False)
+        for batch, target in zip(*share(session, INPUTS[:3], TARGETS[:3])):
+            step(batch, target)
+            texts = [repr(variable) for variable in model.weights]
+            assert "value=" in texts[0]
+            model.get_weights()
+            assert texts == [repr(variable) for variable in model.weights]
+
+    on_ranks(body, wrap=lambda transport: Delayed(transport, transport.rank, 0.2))
+
+
+def test_a_constraint_counts_from_the_step_after_it_is_set() -> None:
+    def change(model: Any, optimizer: Any) -> Any:
+        kernel = model.weights[0]
+        steps = int(optimizer.iterations)
+        if steps == 2:
+            kernel.constraint = keras.constraints.MaxNorm(0.1)
+        elif steps == 3:
+            kernel.constraint.max_value = 0.05
+        elif steps == 4:
+            kernel.constraint = None
+        return kernel.numpy()
+
+    plain, ours = after_each_step(change, compiled=False)
+    assert np.linalg.norm(plain[3], axis=0).max() < 0.051 < np.linalg.norm(plain[4], axis=0).max() < 1, "no constraint"
+    require_close((plain, ours))
+
+
+def test_the_updates_of_former_hyper_parameters_are_freed() -> None:
+    """Also if each step has others."""
+    made: list[Any] = []
+    freed: list[bool] = []
+
+    def change(model: Any, optimizer: Any) -> Any:
+        optimizer.momentum = 0.5 + 0.01 * int(optimizer.iterations)
+        if (schedule := getattr(optimizer, "_schedule", None)) is not None:
+            value = model.weights[0].numpy()  # no update is outstanding
+            made.extend(weakref.ref(each) for each in schedule._updates.values())
+            gc.collect()
+            freed.append(made[0]() is None)
+            return value
+        return model.weights[0].numpy()
+
+    sgd = keras.optimizers.SGD
+    require_close(after_each_step(change, compiled=False, make_optimizer=lambda: sgd(0.1, momentum=0.9), steps=12))
+    assert freed[-1]
 
 
 def test_assigning_between_steps() -> None:
