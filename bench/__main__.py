@@ -13,6 +13,9 @@ from commsched import CommschedError
 from . import PROGRAM
 from .harness.processes import JobFailed
 
+#: The exit code after Ctrl-C.
+INTERRUPTED = 130
+
 COMMANDS = {
     "demo": "train a small model with and without the scheduler over a capped link",
     "collectives": "time, bandwidth, CPU and correctness of averaging one tensor, for a transport",
@@ -89,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'{PROGRAM} {arguments[0]}: this needs {error.name}: pip install "commsched[bench]"', file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

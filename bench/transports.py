@@ -158,12 +158,15 @@ def run(args: argparse.Namespace) -> int:
 def _measured(command: str, path: Path) -> bool:
     """Run ``command``; return whether it succeeded. If not, its results are removed, because some benchmarks write them
     anyway."""
-    from .__main__ import main
+    from .__main__ import INTERRUPTED, main
 
     print(f"{PROGRAM} {command}", flush=True)
     unjudged = path.with_name(f".unjudged-{path.name}")
     try:
-        if main([*shlex.split(command), "--json", str(unjudged)]) != 0:
+        code = main([*shlex.split(command), "--json", str(unjudged)])
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code != 0:
             return False
         unjudged.replace(path)
         return True

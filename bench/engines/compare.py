@@ -123,12 +123,12 @@ def _measured(layers: LayerTimes, turns: Turns, rank: int) -> dict[str, Any]:
 
 def _system(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     seconds = [second for turn in found for second in turn["seconds"]]
-    sizes: Sequence[Any] | None = found[-1]["sizes"]
-    partition, credit = sizes or (None, None)
-    words = f"partition {sizes[0] / 1e6:.3g} MB, credit {sizes[1] / 1e6:.3g} MB" if sizes else "its default"
+    sizes = list(dict.fromkeys(tuple(turn["sizes"] or ()) for turn in found))  # each turn is a job, which chooses its own
+    words = " and ".join(f"partition {each[0] / 1e6:.3g} MB, credit {each[1] / 1e6:.3g} MB" for each in sizes if each)
+    partition, credit = sizes[0] if len(sizes) == 1 and sizes[0] else (None, None)
     return {
-        "transport": "ps" if partition is not None else "its own",
-        "words": words,
+        "transport": "ps" if words else "its own",
+        "words": words or "its default",
         "message_seconds": None,
         "partition_bytes": partition,
         "credit_bytes": credit,

@@ -81,6 +81,16 @@ def float32_sizes(text: str) -> list[int]:
     return [*sizes, most]
 
 
+def new_file(text: str) -> Path:
+    """A file to write. A measurement may take an hour, so it does not begin if the result could not be kept."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"'{path}' is a directory" if path.is_dir() else f"there is no directory '{path.parent}'"
+        )
+    return path
+
+
 def or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Parse an option (``type=``): ``auto``, or a value for ``parse``."""
 
@@ -165,7 +175,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "settle": {"type": at_least(3), "metavar": "N", "help": "number of steps before them that do not count"},
     "repetitions": {"type": at_least(1), "metavar": "N", "help": "number of timed steps of each kind"},
     "timeout": {"type": setting(parse_seconds), "metavar": "SECONDS", "help": "time limit of the whole run"},
-    "json": {"type": Path, "metavar": "FILE", "help": "also write the results to FILE"},
+    "json": {"type": new_file, "metavar": "FILE", "help": "also write the results to FILE"},
 }
 
 #: The options that choose one transport, the numbers of ranks and servers, and their defaults.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -34,9 +35,14 @@ def write(path: Path | None, rows: Sequence[Row], measured_in: Mapping[str, Any]
         return
     found = environment() if measured_in is None else dict(measured_in)
     document = {"schema": SCHEMA, "environment": found, "rows": [dict(row) for row in rows]}
+    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # /dev/stdout, say, which must not be replaced
+        path.write_text(text)
+        return
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        unfinished.write_text(text)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -109,7 +115,8 @@ def _processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the working tree, with a ``+`` if files differ from it; None outside a repository.
+    """The commit of the working tree, with a ``+`` and a digest of the changes if files differ from it; None outside a
+    repository.
 
     An installed package has no commit, although the directory that holds it may be in somebody's repository.
     """
@@ -117,12 +124,16 @@ def commit() -> str | None:
         return None
     try:
         sha = _git("rev-parse", "HEAD")
-        return sha + ("+" if _git("status", "--porcelain") else "")
+        if not _git("status", "--porcelain", "--untracked-files=no"):
+            return sha
+        return f"{sha}+{hashlib.blake2b(_git('diff', 'HEAD').encode(), digest_size=4).hexdigest()}"
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _git(*arguments: str) -> str:
     root = Path(__file__).parents[1]
-    done = subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True, timeout=10)
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, check=True, capture_output=True, text=True, errors="replace", timeout=10
+    )
     return done.stdout.strip()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from commsched import ConfigError
 
-from ..harness.arguments import require_extra
+from ..harness.arguments import new_file, require_extra
 from .read import read_files
 from .tables import markdown
 
@@ -19,14 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="compare two FILEs on the page, row by row: the second with the first"
     )
-    parser.add_argument("--out", type=Path, default="report.html", metavar="FILE", help="the page (default: report.html)")
+    parser.add_argument("--out", type=new_file, default="report.html", metavar="FILE", help="the page (default: report.html)")
     parser.add_argument(
         "--timeline",
-        type=Path,
+        type=new_file,
         metavar="FILE",
         help="also draw one step of each system to FILE, an .svg, for the first model that has one",
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to FILE")
+    parser.add_argument("--markdown", type=new_file, metavar="FILE", help="also write the table to FILE")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from ..systems import SYSTEMS
 from .result import Result
 
 #: Measured values of rho that differ by less than this factor count as equal.
-_SAME_RHO = 1.1
+SAME_RHO = 1.1
 
 _OTHER_COLOURS = ("#5D3A9B", "#40B0A6", "#994455", "#4B6A00")
 
@@ -96,7 +96,7 @@ def _by_rho(results: Sequence[Result]) -> list[list[Result]]:
     together: list[list[Result]] = []
     for result in results:
         first = together[-1][0].rho if together else None
-        near = first == result.rho if first is None or result.rho is None else result.rho < first * _SAME_RHO
+        near = first == result.rho if first is None or result.rho is None else result.rho < first * SAME_RHO
         if together and near:
             together[-1].append(result)
         else:

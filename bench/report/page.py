@@ -63,7 +63,8 @@ class Machine:
 
 
 def page(read: Read, runs: Sequence[Read] = ()) -> str:
-    """The page as HTML. With two ``runs``, whose rows are all in ``read``, it compares the second with the first. Only one
+    """The page as HTML. With two ``runs``, whose rows are all in ``read``, it compares the second with the first, and begins
+    with a summary of the second. Only one
     thread may call it at a time, because it changes matplotlib's state."""
     templates = Templates(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -74,6 +75,7 @@ def page(read: Read, runs: Sequence[Read] = ()) -> str:
     )
     with styled():
         sections = [(group, _plots(f"group{number}", group)) for number, group in enumerate(groups(read.results))]
+        summarised = groups(runs[-1].results) if runs else [group for group, _ in sections]
         simulation = simulation_figure(read.results)
         simulation_plot = simulation and _simulation_plot(simulation, read.results)
     return templates.get_template("page.html.jinja").render(
@@ -83,7 +85,7 @@ def page(read: Read, runs: Sequence[Read] = ()) -> str:
         failures=read.failures,
         columns=LONG,
         sections=sections,
-        summaries=[(group, sentence(group), bars(group)) for group, _ in sections],
+        summaries=[(group, sentence(group), bars(group)) for group in summarised],
         five=FIVE,
         pairs=pairs(runs[0].results, runs[1].results) if len(runs) == 2 else [],
         simulation=simulation_plot,

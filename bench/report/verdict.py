@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .group import Group, look
+from .group import SAME_RHO, Group, look
 from .result import Result
 from .tables import Column, difference, milliseconds
 
@@ -106,20 +106,33 @@ class Pair:
 
 
 def pairs(before: Sequence[Result], after: Sequence[Result]) -> list[Pair]:
-    """The results that both runs have, in the order of the first."""
-    theirs = dict(_numbered(after))
-    return [Pair(_where(result), result.system, result, theirs[key]) for key, result in _numbered(before) if key in theirs]
+    """The results that both runs have, in the order of the first. Of several of the same, the first belongs to the other run's
+    first, and so on."""
+    left, found = list(after), []
+    for result in before:
+        same = [each for each in left if _key(each) == _key(result) and _away(each, result) < math.log(SAME_RHO)]
+        if same:
+            other = min(same, key=lambda each: _away(each, result))
+            left.remove(other)
+            found.append(Pair(_where(result), result.system, result, other))
+    return found
 
 
 def _where(result: Result) -> str:
-    words = (result.model, f"{result.workers} workers", result.link or "unknown link", result.transport)
+    rho = "" if result.rho is None else f"rho {result.rho:.3g}"
+    size = "" if result.gradient_bytes is None else f"{result.gradient_bytes / 1e6:.3g} MB"
+    words = (result.model, size, f"{result.workers} workers", result.link or "unknown link", rho, result.transport)
     return ", ".join(filter(None, words))
 
 
-def _numbered(results: Iterable[Result]) -> Iterator[tuple[tuple[object, ...], Result]]:
-    """Each result with what it is of. Of several of the same, the first belongs to the other run's first, and so on."""
-    seen: Counter[tuple[object, ...]] = Counter()
-    for result in results:
-        key = (result.model, result.mark, result.workers, result.servers, result.link, result.transport, result.system)
-        seen[key] += 1
-        yield (*key, seen[key]), result
+def _key(result: Result) -> tuple[object, ...]:
+    """What the result is of, without its rho, which is measured."""
+    network = (result.workers, result.servers, result.link, result.transport)
+    return (result.model, result.mark, result.clip, result.gradient_bytes, *network, result.system)
+
+
+def _away(one: Result, other: Result) -> float:
+    """How far apart the rho of both are, as a logarithm."""
+    if one.rho is None or other.rho is None:
+        return 0.0 if one.rho == other.rho else math.inf
+    return abs(math.log(one.rho / other.rho))

@@ -218,13 +218,45 @@ def test_two_runs_are_compared_row_by_row(tmp_path, capsys):
     assert bench_main.main(["report", str(before), str(after), "--compare", "--out", str(out)]) == 0
     table = re.search(r'<table class="rows pairs">(.*?)</table>', out.read_text(), re.DOTALL)[1]
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in table.split("<tr>")[2:]]
-    where = "uniform, 2 workers, 500mbit tbf, ps"
+    where = "uniform, 2 workers, 500mbit tbf, rho 1, ps"
     assert rows == [
         ["commsched", where, "130.0", "100.0", "-23.1 %", "faster"],
         ["ddp", where, "200.0", "201.0", "+0.5 %", "no clear difference"],
     ]
     assert bench_main.main(["report", str(before), "--compare", "--out", str(out)]) == 1
     assert "--compare needs two FILEs, not 1" in capsys.readouterr().err
+
+
+def test_rows_of_another_rho_or_size_are_no_pair(tmp_path):
+    before = write(tmp_path / "before.json", [row(rho=0.5), row(rho=1.0), row("ddp", gradient_bytes=48e6)])
+    after = write(tmp_path / "after.json", [row(rho=1.02), row(rho=2.0), row("ddp", gradient_bytes=24e6)])
+    out = tmp_path / "out.html"
+    assert bench_main.main(["report", str(before), str(after), "--compare", "--out", str(out)]) == 0
+    table = re.search(r'<table class="rows pairs">(.*?)</table>', out.read_text(), re.DOTALL)[1]
+    [cells] = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in table.split("<tr>")[2:]]
+    assert cells[0] == "commsched"
+    assert "rho 1, ps" in cells[1]
+
+
+def test_a_comparison_begins_with_the_second_run(tmp_path):
+    before = write(tmp_path / "before.json", [row(speedup_vs_ddp=1.9), row("ddp")])
+    after = write(
+        tmp_path / "after.json", [row(speedup_vs_ddp=1.2, step_seconds={"median": 0.2, "low": 0.19, "high": 0.21}), row("ddp")]
+    )
+    out = tmp_path / "out.html"
+    assert bench_main.main(["report", str(before), str(after), "--compare", "--out", str(out)]) == 0
+    assert "commsched is 1.20 times as fast as DDP" in out.read_text()
+    assert "1.90 times as fast" not in out.read_text()
+
+
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_read(tmp_path, capsys):
+    before = write(tmp_path / "before.json", [row()])
+    for missing in ([str(tmp_path)], [str(tmp_path / "missing" / "out.html")]):
+        with pytest.raises(SystemExit):
+            bench_main.main(["report", str(before), "--out", *missing])
+    said = capsys.readouterr().err
+    assert f"'{tmp_path}' is a directory" in said
+    assert f"there is no directory '{tmp_path / 'missing'}'" in said
 
 
 def test_rows_over_another_transport_are_no_pair(tmp_path):
@@ -236,7 +268,7 @@ def test_rows_over_another_transport_are_no_pair(tmp_path):
     assert bench_main.main(["report", str(before), str(after), "--compare", "--out", str(out)]) == 0
     table = re.search(r'<table class="rows pairs">(.*?)</table>', out.read_text(), re.DOTALL)[1]
     [cells] = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in table.split("<tr>")[2:]]
-    assert cells[:2] == ["commsched", "uniform, 2 workers, 500mbit tbf, gloo"]
+    assert cells[:2] == ["commsched", "uniform, 2 workers, 500mbit tbf, rho 1, gloo"]
 
 
 def test_a_page_of_measured_rows_says_nothing_of_emulation(tmp_path):

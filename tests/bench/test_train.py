@@ -331,9 +331,11 @@ def test_weights_that_are_not_finite_do_not_lose_the_rows(ran, capsys, tmp_path)
 
 
 def test_mistakes_are_said_even_if_the_rows_cannot_be_written(ran, capsys, tmp_path):
-    ran(differences=(0.0, 0.5))
+    directory = tmp_path / "there"
+    directory.mkdir()
+    ran(differences=(0.0, 0.5), then=directory.rmdir)
     with pytest.raises(FileNotFoundError):
-        main(["train", "--bandwidth", "500mbit", "--systems", "fifo", "--json", str(tmp_path / "no" / "out.json")])
+        main(["train", "--bandwidth", "500mbit", "--systems", "fifo", "--json", str(directory / "out.json")])
     assert "fifo is wrong" in capsys.readouterr().err
 
 

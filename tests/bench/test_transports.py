@@ -102,6 +102,19 @@ def test_results_of_another_layout_are_measured_again(outcome, tmp_path):
     assert json.loads(path.read_text())["rows"] == idle_rows("run 2")
 
 
+def test_ctrl_c_ends_all_of_them(monkeypatch, tmp_path):
+    commands = []
+
+    def interrupted(argv):
+        commands.append(argv[0])
+        return bench_main.INTERRUPTED
+
+    run = bench_main.main
+    monkeypatch.setattr(bench_main, "main", interrupted)
+    assert run(["transports", "--out", str(tmp_path)]) == bench_main.INTERRUPTED
+    assert len(commands) == 1
+
+
 def test_what_is_there_is_not_measured_again(ran, tmp_path):
     main(["transports", "--out", str(tmp_path)])
     ran.clear()

@@ -56,6 +56,13 @@ def test_figures():
     assert all(row["correct"] for row in (ours, own, other))
 
 
+def test_turns_that_chose_other_sizes_are_all_named():
+    turns = {"commsched": [[rank([1.0], sizes=[1_000_000, 4_000_000])] * 2, [rank([1.0], sizes=[2_000_000, 4_000_000])] * 2]}
+    [row] = rows_of(HEADER, "jax", LAYERS, turns)
+    assert row["config"].startswith("partition 1 MB, credit 4 MB and partition 2 MB, credit 4 MB")
+    assert (row["transport"], row["partition_bytes"], row["credit_bytes"]) == ("ps", None, None)
+
+
 def test_weights_that_differ_from_plain_averaging_are_wrong():
     ours, own, _ = found = rows(difference=2e-4)
     assert (ours["correct"], own["correct"]) == (False, True)

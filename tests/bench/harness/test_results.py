@@ -1,5 +1,7 @@
 import json
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -34,6 +36,20 @@ def test_a_row_that_is_no_json_leaves_the_old_file(tmp_path):
         results.write(path, [{"n": float("nan")}])
     assert json.loads(path.read_text())["rows"] == [{"n": 1}]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_neither_a_link_nor_what_is_no_file_is_replaced(tmp_path):
+    target, link, pipe = tmp_path / "target.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(target)
+    results.write(link, [{"n": 1}])
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["rows"] == [{"n": 1}]
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_text)
+        results.write(pipe, [{"n": 2}])
+        assert json.loads(read.result(60))["rows"] == [{"n": 2}]
+    assert pipe.is_fifo()
 
 
 def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
