@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 try:
     import accelerate
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator"]
 
 #: The ScheduledOptimizers made by this module that still average their gradients.
-_attached: WeakSet[ScheduledOptimizer] = WeakSet()
+_attached: WeakKeyDictionary[ScheduledOptimizer, None] = WeakKeyDictionary()  # in the order of their making, as on all ranks
 
 #: Those that average gradients of prepared models which are in no prepared optimizer.
-_averagers: WeakSet[ScheduledOptimizer] = WeakSet()
+_averagers: WeakKeyDictionary[ScheduledOptimizer, None] = WeakKeyDictionary()
 
 #: The Accelerator that has prepared each optimizer.
 _owners: WeakKeyDictionary[AcceleratedOptimizer, ref[Accelerator]] = WeakKeyDictionary()
@@ -288,7 +288,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
             plain = plain.optimizer
         _detach_all_with(parameters_of(plain), [*_attached, *_averagers])
         scheduled = ScheduledOptimizer(plain, models[0] if len(models) == 1 else torch.nn.ModuleList(models))
-        _attached.add(scheduled)
+        _attached[scheduled] = None
         optimizer.__setstate__({"optimizer": scheduled})  # also takes over the scaler, if there is one
         optimizer.models = [self.unwrap_model(model, keep_torch_compile=False) for model in models]
 
@@ -299,7 +299,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         own = [each for each in model.parameters() if each.requires_grad and id(each) not in averaged]
         if own:
             averager = ScheduledOptimizer(torch.optim.SGD(own), model)  # whose step() is never called
-            _averagers.add(averager)
+            _averagers[averager] = None
             self._averagers.append((averager, model))
 
     def _scheduled(self, model: torch.nn.Module) -> list[ScheduledOptimizer]:
@@ -480,8 +480,8 @@ def _of_one_generation(kind: Any) -> Any:
 
 def _detach(optimizer: ScheduledOptimizer) -> None:
     optimizer.detach()
-    _attached.discard(optimizer)
-    _averagers.discard(optimizer)
+    _attached.pop(optimizer, None)
+    _averagers.pop(optimizer, None)
 
 
 def _detach_all_with(parameters: Iterable[torch.Tensor], optimizers: Iterable[ScheduledOptimizer]) -> None:

@@ -326,6 +326,22 @@ def test_a_second_optimizer_of_a_network_takes_it_over_after_the_last_update_of_
             np.testing.assert_allclose(weights[name], values, rtol=1e-9, err_msg=name)
 
 
+def test_a_second_optimizer_between_backward_and_step_is_refused() -> None:
+    """The gradients are in the buffers of the first."""
+
+    def run(session: Session) -> None:
+        network = make_network(np.random.default_rng(0))
+        first = ScheduledOptimizer(SGD(network, 0.1), session)
+        inputs, labels = make_batch(session.rank, 0, 3)
+        network.backward(softmax_cross_entropy(network.forward(inputs), labels)[1])
+        with pytest.raises(UnsupportedError, match=r"make another one before backward, or after step\(\)"):
+            ScheduledOptimizer(SGD(network, 0.1), session)
+        first.step()
+        ScheduledOptimizer(SGD(network, 0.1), session)
+
+    on_ranks(2, run)
+
+
 def test_different_networks_are_refused_on_every_rank() -> None:
     said = []
 

@@ -75,7 +75,7 @@ def arrays_of(context: Any, buffers: Sequence[Any]) -> list[Any]:
     if kind == _DLPACK_CPU:
         return list(map(np.asarray, buffers))
     device = _open_device(f"cuda:{number}")
-    stream = device.current_stream(context.stream())
+    stream = device.current_stream(context.stream)
     return [DeviceArray(device, stream, buffer) for buffer in buffers]
 
 

@@ -74,6 +74,7 @@ class ScheduledOptimizer:
         self._due: dict[int, SGD] = {}  # outstanding updates: layer -> copy of the optimizer, made when ``step`` was called
         self._undo: Undo[int] | None = None  # by layer; in an elastic job
         self._is_replaced = False
+        self._has_gradients = False  # backward has begun since the last ``step``
         owner = getattr(self._network.around_forward, "__self__", None)
         if isinstance(owner, ScheduledOptimizer):
             owner._leave_network()
@@ -90,6 +91,11 @@ class ScheduledOptimizer:
     def _leave_network(self) -> None:
         """Make the last updates, before another ScheduledOptimizer takes over the network and the gradients of its layers."""
         if not self._session.closed:
+            if self._has_gradients:
+                raise UnsupportedError(
+                    "this network's gradients belong to its earlier ScheduledOptimizer: make another one before backward, or "
+                    "after step()"
+                )
             self.synchronize()
             self._forget()
             if self._group.step < 0 or len(self._group.notified) == len(self._group.manifest.tensors):
@@ -110,6 +116,7 @@ class ScheduledOptimizer:
         self.synchronize()  # does nothing if a forward has run since the last step
         if self._undo is not None:
             self._undo.committed()
+        self._has_gradients = False
         then = copy.copy(self._optimizer)  # copies the hyper-parameters; the velocities stay shared
         self._check.begin(self._group.step)
         self._due = dict.fromkeys(range(len(self._network.layers)), then)
@@ -202,6 +209,7 @@ class ScheduledOptimizer:
             raise RuntimeError(f"backward of step {self._group.step} was broken off: {missing} gradients were never written")
         self.synchronize()  # if no forward followed the last step: this backward overwrites its averages
         self._group.begin_step(self._stream())
+        self._has_gradients = True
 
     # --- (c) and (d) update each layer before its forward ---
 

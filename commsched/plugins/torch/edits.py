@@ -90,6 +90,11 @@ class Edit:
         """Whether its numbers are there."""
         return all(value.is_there for value in (*self._arguments, *self._keywords.values()) if isinstance(value, Value))
 
+    def wait(self) -> None:
+        """Wait for its numbers."""
+        for value in (*self._arguments, *self._keywords.values()):
+            _got(value)
+
     def apply(self, gradients: list[torch.Tensor]) -> None:
         """Do it to ``gradients``. It waits for its numbers. The calling thread must be within ``unguarded()`` and
         ``no_grad()``."""
@@ -186,10 +191,13 @@ class Edits:
             return
         with self._lock:
             alike: dict[tuple[Edit, ...], list[torch.Tensor]] = {}
-            for slot in slots:
-                if slot.flag in self._outstanding:
-                    self._outstanding.remove(slot.flag)
-                    alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)
+            due = [slot for slot in slots if slot.flag in self._outstanding]
+            for slot in due:
+                for edit in self._edits[slot.flag]:
+                    edit.wait()  # an interrupted wait (Ctrl-C) leaves all edits outstanding
+            for slot in due:
+                self._outstanding.remove(slot.flag)
+                alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)
             with torch.inference_mode(False), torch.no_grad(), unguarded():
                 for edits, gradients in alike.items():
                     for edit in edits:

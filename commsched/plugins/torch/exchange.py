@@ -200,6 +200,10 @@ class GradientExchange:
             handle.remove()
         self._collected.detach()
         self._at_close()
+        with torch.no_grad(), unguarded():
+            for slot in self.places.all:
+                if slot.rows is None and slot.proxies and slot.parameter.grad is slot.gradient:
+                    slot.gradient.data = slot.view.clone()  # it outlives the buffer
         self.places.release()
 
     def drop(self) -> None:
@@ -285,7 +289,7 @@ class GradientExchange:
         if held is not None:
             if current.given:
                 self._require_given_released([slot])
-            if current.state is RoundState.COMMITTED:
+            if current.state is RoundState.COMMITTED and slot.proxies:  # else it was added after that round
                 self._require_zeroed(slot)
             self._require_own_memory(slot, held)
         self._accumulated = True

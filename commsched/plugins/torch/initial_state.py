@@ -174,7 +174,7 @@ def _describe_state(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
 def _describe_value(value: Any, parameter: torch.Tensor, key: str) -> list[Any]:
     """Describe ``value`` as JSON. A tensor is described by its shape, dtype, strides (None if shape and strides are the
     parameter's), and whether it is on the parameter's device. Raises UnsupportedError if ``value`` cannot be broadcast."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
         alike = value.shape == parameter.shape and value.stride() == parameter.stride()
         strides = None if alike else list(torch.empty_like(value, device="meta").stride())
@@ -186,10 +186,14 @@ def _describe_value(value: Any, parameter: torch.Tensor, key: str) -> list[Any]:
     if type(value) is dict and all(isinstance(name, _SCALARS) for name in value):
         return ["dict", [[name, _describe_value(item, parameter, key)] for name, item in value.items()]]
     raise UnsupportedError(
-        f"the optimizer's state '{key}' holds a {type(value).__name__}; only tensors, plain values, and lists, tuples and "
+        f"the optimizer's state '{key}' holds a {_type_text(value)}; only dense tensors, plain values, and lists, tuples and "
         "dicts of these can be broadcast: make the ScheduledOptimizer before the optimizer has a state, and load the "
         "checkpoint after that, on all ranks"
     )
+
+
+def _type_text(value: Any) -> str:
+    return f"{_kind(value)} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _adopt_state(optimizer: torch.optim.Optimizer, described: list[list[Any]], is_root: bool) -> list[torch.Tensor]:

@@ -515,13 +515,14 @@ class ScheduledOptimizer(Optimizer):
                         "tensor that shares its memory (of state_dict() or detach(), say): call optimizer.synchronize() before "
                         "writing, or state_dict() after step()"
                     )
+            if self._undo is not None:
+                with exchange.places.device.updating():
+                    self._undo.before_update([slot.parameter for slot in used])  # out of memory: the updates stay outstanding
             for slot in batch:
                 del self._pending[slot.flag]
             self._updates_running += 1
             try:
                 with exchange.places.device.updating():
-                    if self._undo is not None:
-                        self._undo.before_update([slot.parameter for slot in used])
                     self._update(used)
                 if self._undo is not None and self._updates_running == 1:  # else the outer update is still half made
                     self._undo.after_update()

@@ -69,10 +69,22 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
 
         def __enter__(self) -> Device:
             thread.devices = [*getattr(thread, "devices", [0]), self.id]
+            open_context()
             return self
 
         def __exit__(self, *exception: object) -> None:
             thread.devices = thread.devices[:-1]
+            open_context()
+
+        def use(self) -> None:
+            thread.devices = [self.id]
+            open_context()
+
+    contexts: set[int] = set()  # the devices that any thread has set
+
+    def open_context() -> None:
+        thread.has_context = True
+        contexts.add(getDevice())
 
     def getDevice() -> int:
         return int(getattr(thread, "devices", [0])[-1])
@@ -247,9 +259,11 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
         translated(lambda: stream.of.launch(work, [array.bytes for array in reads], [write.bytes]))
 
     def add(x: ndarray, y: ndarray, *, out: ndarray) -> None:
+        assert x is out, "cupy would make a copy"
         kernel(lambda a, b, c: np.add(a, b, out=c), [x, y], out)
 
     def true_divide(x: ndarray, by: int, *, out: ndarray) -> None:
+        assert x is out, "cupy would make a copy"
         assert isinstance(by, int)  # a weak scalar: the type of the quotient is that of x
         kernel(lambda a, b: np.divide(a, by, out=b), [x], out)
 
@@ -292,9 +306,12 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
         hostUnregister=hostUnregister,
         CUDARuntimeError=CUDARuntimeError,
     )
+    cupy.contexts = contexts
+    driver = SimpleNamespace(ctxGetCurrent=lambda: int(getattr(thread, "has_context", False)), CUDADriverError=CUDARuntimeError)
     cupy.cuda = ModuleType("cupy.cuda")
     vars(cupy.cuda).update(
         runtime=runtime,
+        driver=driver,
         Device=Device,
         Stream=Stream,
         Event=Event,

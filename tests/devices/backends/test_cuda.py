@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -194,6 +195,22 @@ def test_memory_and_events_of_others_are_refused(gpu: SimulatedDevice, cupy: Any
 
 
 INSTALL = r'pip install "commsched\[cuda\]" for CUDA 12, or "commsched\[cuda13\]" for CUDA 13$'
+
+
+def test_a_thread_that_has_not_used_cuda_opens_no_other_gpu(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins with GPU 0 as its current one, and would go back to it."""
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 2)
+    device = open_device("cuda:1")
+
+    def use() -> None:
+        stream = device.stream()
+        stream.copy(device.allocate(8), device.allocate(8))
+        stream.record().synchronize()
+
+    cupy.contexts.clear()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(use).result(60)
+    assert cupy.contexts == {1}
 
 
 def test_a_missing_cupy_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

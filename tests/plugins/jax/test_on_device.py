@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections import deque
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.buffer_callback import ExecutionContext
 
 import commsched.plugins.jax as cs
 from commsched import Session
@@ -219,7 +221,7 @@ def test_programs_of_a_gpu_give_arrays_on_its_stream(monkeypatch: pytest.MonkeyP
     stream = gpu.stream()
     monkeypatch.setattr(memory, "_open_device", lambda name: opened.append(name) or gpu)
     number, values = np.array(3, np.int32), np.arange(3.0)
-    given = arrays_of(SimpleNamespace(stream=lambda: stream), [Buffer(number, 1, gpu), Buffer(values, 1, gpu)])
+    given = arrays_of(SimpleNamespace(stream=stream), [Buffer(number, 1, gpu), Buffer(values, 1, gpu)])
     assert opened == ["cuda:1"]
     assert int(given[0]) == 3
     given[0][...] = 5
@@ -230,10 +232,15 @@ def test_programs_of_a_gpu_give_arrays_on_its_stream(monkeypatch: pytest.MonkeyP
         given[1][0] = 1
 
 
+def test_the_stream_of_a_program_is_a_property() -> None:
+    """Of JAX's class, which no program on the CPU makes."""
+    assert isinstance(inspect.getattr_static(ExecutionContext, "stream"), property)
+
+
 def test_an_array_of_a_type_that_cannot_be_viewed_may_be_given_if_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimulatedDevice()
     monkeypatch.setattr(memory, "_open_device", lambda name: gpu)
-    [given] = arrays_of(SimpleNamespace(stream=gpu.stream), [Buffer(np.zeros(3), 0)])
+    [given] = arrays_of(SimpleNamespace(stream=gpu.stream()), [Buffer(np.zeros(3), 0)])
     with pytest.raises(UnsupportedError, match="is not in the memory of"):
         given.to_host()
 

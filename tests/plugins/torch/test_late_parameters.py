@@ -140,6 +140,24 @@ def test_between_two_backward_passes() -> None:
     require_plain(loop, model=deep, optimizer=adam)
 
 
+def test_an_added_parameter_that_has_a_gradient_already() -> None:
+    """It was not frozen, so backward has made its gradient all along, and it comes first in backward."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        last = model[3]
+        for step in range(5):
+            model.zero_grad(set_to_none=False)
+            data.loss(model, step).backward()
+            if step == 2:
+                optimizer.step()
+                model.zero_grad(set_to_none=False)
+                optimizer.add_param_group({"params": list(last.parameters()), "lr": 0.2})
+                data.loss(model, step + 10).backward()
+            optimizer.step()
+
+    require_plain(loop, model=lambda: deep(0), optimizer=lambda model: torch.optim.SGD(model[:3].parameters(), lr=0.1))
+
+
 def test_an_optimizer_that_is_called_once_per_step() -> None:
     class Own(torch.optim.SGD):
         pass

@@ -14,6 +14,7 @@ from torch import nn
 
 import commsched
 from commsched.plugins.torch.deferred import Deferred
+from commsched.plugins.torch.norms import RoundNorms
 
 from .loops.loop import Data, batch, mlp, require_plain, run, sgd
 from .loops.test_overlap import LATE, PATIENCE_SECONDS, Held, networked
@@ -109,6 +110,35 @@ def test_readers_that_ask_no_class_wait_for_the_norm_too(norm: Any, read: Any) -
     require_plain(
         lambda data, model, optimizer: _train(data, model, optimizer, lambda model: read(norm(model))), tolerance=1e-6
     )
+
+
+def test_who_goes_on_after_an_interrupted_wait_for_a_norm_has_clipped_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a forward, and then the script saves the weights."""
+    of, armed, interrupted = RoundNorms.of, threading.local(), []
+
+    def interrupt(self: RoundNorms, *arguments: Any) -> Any:
+        if getattr(armed, "is_armed", False):
+            armed.is_armed = False
+            raise KeyboardInterrupt
+        return of(self, *arguments)
+
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            clip()(model)
+            optimizer.step()
+        armed.is_armed = len(data.ranks) == 1
+        try:
+            data.loss(model, STEPS)
+        except KeyboardInterrupt:
+            interrupted.append(data.ranks)
+        armed.is_armed = False
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    monkeypatch.setattr(RoundNorms, "of", interrupt)
+    require_plain(loop)
+    assert sorted(interrupted) == [[0], [1]]
 
 
 def test_a_norm_is_printed_as_any_tensor() -> None:

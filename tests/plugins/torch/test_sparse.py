@@ -85,6 +85,18 @@ def test_momentum() -> None:
         require_close(result, expected)
 
 
+def test_sparse_state_that_would_have_to_be_broadcast_is_refused_by_name() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        loss(data, model, 0).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        data.scheduled(optimizer.optimizer, model)
+
+    said = "the optimizer's state 'momentum_buffer' holds a torch.float64 torch.sparse_coo tensor; only dense tensors"
+    with pytest.raises(commsched.UnsupportedError, match=said):
+        run(loop, model=make(), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+
+
 @pytest.mark.parametrize("config", [SMALL, LARGE], ids=["cut", "merged"])
 def test_sparse_adam_beside_adam(config: SchedulerConfig) -> None:
     """Two optimizers of one model. A row that was touched with a zero gradient decays its averages, one untouched does not."""

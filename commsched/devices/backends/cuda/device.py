@@ -23,12 +23,24 @@ _NOT_READY = 600  # cudaErrorNotReady
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
+def entered(device: Any) -> Any:
+    """Return cupy's ``device``, to be entered. A thread that has not used CUDA has it as its current one from then on. To go
+    back to GPU 0, where every thread begins, would open a context there. That takes memory, and fails if GPUs are exclusive."""
+    try:
+        is_new = not cupy.cuda.driver.ctxGetCurrent()
+    except cupy.cuda.driver.CUDADriverError:  # nothing in this process has used CUDA
+        is_new = True
+    if is_new:
+        device.use()
+    return device
+
+
 def _on_device(method: _Method) -> _Method:
     """Run a method of a stream or device with its device as the current one."""
 
     @wraps(method)
     def run(self: Any, *arguments: Any, **options: Any) -> Any:
-        with self._device:
+        with entered(self._device):
             return method(self, *arguments, **options)
 
     return run  # type: ignore[return-value]
@@ -87,14 +99,16 @@ class CudaStream:
             if dtype == "bfloat16":
                 _kernels()["add"](_elements(into, dtype), _elements(values, dtype), _elements(into, dtype))
             else:
-                cupy.add(_elements(into, dtype), _elements(values, dtype), out=_elements(into, dtype))
+                total = _elements(into, dtype)
+                cupy.add(total, _elements(values, dtype), out=total)  # of another array in its memory cupy would make a copy
 
     @_on_device
     def divide(self, values: Buffer, by: int, dtype: str) -> None:
         require_quotients(values, dtype)
         self._memory(values)
         with self._stream:
-            cupy.true_divide(_elements(values, dtype), by, out=_elements(values, dtype))
+            numbers = _elements(values, dtype)
+            cupy.true_divide(numbers, by, out=numbers)
 
     @_on_device
     def cast(self, target: Buffer, to: str, source: Buffer, dtype: str) -> None:

@@ -39,12 +39,15 @@ class NcclGroup:
     def __init__(self, device: CudaDevice, rank: int, world_size: int, identifier: bytes) -> None:
         from cupy.cuda import Device, nccl
 
+        from ....devices.backends.cuda.device import entered  # here: it imports cupy
+
         self.device = device
         self.stream = device.stream(priority=-1)
         self._nccl: Any = nccl
         self._rank, self._world_size = rank, world_size
         self._current = Device(device.number)
-        with self._current:
+        self._entered = entered
+        with entered(self._current):
             self._communicator = nccl.NcclCommunicator(world_size, identifier, rank)
         self._types = {"float32": nccl.NCCL_FLOAT32, "float64": nccl.NCCL_FLOAT64, "uint8": nccl.NCCL_UINT8}
         self._lock = threading.Lock()  # guards the communicator: all other calls of NCCL are made with it
@@ -110,7 +113,7 @@ class NcclGroup:
             self._closer.run(self._communicator.destroy, _CLOSE_SECONDS)
 
     def _call(self, call: Callable[[Any], object]) -> None:
-        with self._lock, self._current:
+        with self._lock, self._entered(self._current):
             if self._broken:
                 raise RuntimeError(self._broken)
             call(self._communicator)
