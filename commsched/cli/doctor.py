@@ -13,13 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..control.rendezvous import own_host, read_token, require_strong
+from ..control.rendezvous import own_host, read_token, require_strong, require_strong_on
 from ..core.errors import CommschedError, ConfigError, error_text
 from ..core.ports import given_out
 from ..core.standard_streams import say_out
 from ..net.tls import identity_of
 from ..settings import Settings
-from ..transports import FOR_TESTS, load_backend, transport_names
+from ..transports import FOR_TESTS, load_backend, require_transport, transport_names, without_effect
 from ..tuner.link import describe_interfaces, describe_link
 from ..version import __version__
 
@@ -44,21 +44,21 @@ _REQUIRED = ("numpy", "grpcio", "xxhash")
 def examine(environ: Mapping[str, str]) -> int:
     """Print the facts. Returns 1 if the settings in the environment are wrong, otherwise 0."""
     try:
-        settings, mistake = Settings.load({}, environ), None
+        settings, mistakes = Settings.load({}, environ), []
     except CommschedError as error:
-        settings, mistake = Settings(), error_text(error)
+        settings, mistakes = Settings(), [error_text(error)]
     for heading, lines in (
         ("versions", _versions()),
         ("engines and libraries", _engines()),
         ("transports", _transports()),
         ("network", _network(settings)),
         ("machine", _machine()),
-        ("settings", iter([mistake]) if mistake is not None else _settings(settings)),
+        ("settings", iter([*mistakes]) if mistakes else _settings(settings, mistakes)),
     ):
         say_out(f"{heading}:")
         for line in lines:
             say_out(f"  {line}")
-    return 0 if mistake is None else 1
+    return 1 if mistakes else 0
 
 
 def _versions() -> Iterator[str]:
@@ -86,7 +86,7 @@ def _transports() -> Iterator[str]:
             found = f"yes, by {library[0]} {_version(library[0]) or ''}".rstrip()
             if name == "mpi":
                 found += f", {_mpiexec()}"
-            if name == "nccl" and not _gpus():
+            if name == "nccl" and not _gpus()[0]:
                 found = "no; no GPU was found"
             yield f"{name:16}{found}"
 
@@ -143,7 +143,8 @@ def _machine() -> Iterator[str]:
         yield f"shared memory: {_gigabytes(shm.f_bavail * shm.f_frsize)} free in /dev/shm"
     except OSError as error:
         yield f"shared memory: /dev/shm: {error.strerror}"
-    yield from _gpus() or ["no GPU was found (nvidia-smi)"]
+    found, complaint = _gpus()
+    yield from found or [complaint or "no GPU was found (nvidia-smi)"]
 
 
 def _memory_bytes() -> int:
@@ -154,20 +155,22 @@ def _gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB"
 
 
-def _gpus() -> list[str]:
+def _gpus() -> tuple[list[str], str]:
+    """A line for each GPU, and what went wrong."""
     command = shutil.which("nvidia-smi")
     if command is None:
         found = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
-        return [f"{len(found)} NVIDIA GPUs, but no nvidia-smi"] if found else []
+        return [f"{len(found)} NVIDIA GPUs, but no nvidia-smi"] if found else [], ""
     query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         ended = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return [f"nvidia-smi failed: {error}"]
-    return [f"GPU {number}: {line}" for number, line in enumerate(ended.stdout.splitlines())]
+        return [], f"nvidia-smi failed: {error}"
+    return [f"GPU {number}: {line}" for number, line in enumerate(ended.stdout.splitlines())], ""
 
 
-def _settings(settings: Settings) -> Iterator[str]:
+def _settings(settings: Settings, mistakes: list[str]) -> Iterator[str]:
+    """Facts about the settings. Mistakes in them are added to ``mistakes``, too."""
     given = (settings.text_of(name) for name in sorted(settings.given - {"token"}))
     yield ", ".join(given) or "all are the defaults"
     try:
@@ -175,12 +178,23 @@ def _settings(settings: Settings) -> Iterator[str]:
         if token is None:
             yield "no token: commsched run makes one for each job; across machines, set COMMSCHED_TOKEN"
         else:
-            require_strong(token, settings.control or "0.0.0.0:0")
+            require_strong_on(settings.hosts, token, settings.text_of("host"))
+            try:
+                require_strong(token, settings.control or "0.0.0.0:0")
+            except ConfigError as error:
+                if settings.control is not None:
+                    raise
+                yield str(error)  # for one machine it will do
             yield f"the length of the token is {len(token)}"
         if identity_of(settings.security, token or "not known yet", settings.certificates) is not None:
             made = "made from the token" if settings.certificates is None else f"in {settings.certificates}"
             yield f"security={settings.security}, with certificates {made}"
+        require_transport(settings.transport)
+        if settings.transport != "auto":
+            yield from (wrong := without_effect(settings, settings.transport).values())
+            mistakes += wrong
     except ConfigError as error:
+        mistakes.append(str(error))
         yield str(error)
 
 

@@ -98,8 +98,11 @@ def _require_listener(where: str) -> None:
 
 
 def _measure(rank: int, where: str, token: str | None, join_within: float | None, environ: Mapping[str, str]) -> int:
-    kept = {name: value for name, value in environ.items() if name in _USED}
-    settings = Settings.load({**_FIXED, "control": where, "token": token, "join_within": join_within}, kept)
+    found = Settings.load({}, environ)  # of the environment, and of the file that it names
+    used: dict[str, object] = {name: getattr(found, name) for name in _USED if name in found.given}
+    if token is None:
+        token = read_token(found)
+    settings = Settings.load({**_FIXED, **used, "control": where, "token": token, "join_within": join_within}, {})
     with open_session(World(rank, 2, 0, 1, _LAUNCHER), settings) as session:
         host = own_host(settings, where)
         there = session.gather([host, describe_link(host)], "to be examined")[1 - rank]
@@ -114,7 +117,7 @@ def _measure(rank: int, where: str, token: str | None, join_within: float | None
         return 0
 
 
-#: Settings of the test, and the environment variables that count for it beside them.
+#: Settings of the test, and those of the user's that count for it beside them.
 _FIXED = {
     "transport": "ps",
     "hierarchy": "off",
@@ -122,9 +125,7 @@ _FIXED = {
     "credit": "8MB",
     "log": "warning",
 }
-_USED = frozenset(
-    f"COMMSCHED_{name}" for name in ("TOKEN", "TOKEN_FILE", "HOST", "LANE", "FAIL_AFTER", "SECURITY", "CERTIFICATES")
-)
+_USED = ("host", "lane", "fail_after", "security", "certificates")
 
 
 def _round_trip(session: Session) -> float:

@@ -52,7 +52,7 @@ def record_script(script: Path, arguments: Sequence[str], environ: Mapping[str, 
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if found is None and code > 128:
+    if found is None and code - 128 in _STOPS:
         raise KeyboardInterrupt
     if found is None:
         raise ConfigError(

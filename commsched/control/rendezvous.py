@@ -194,11 +194,18 @@ def find(world: World, settings: Settings, path: Path) -> Endpoint:
 
     Raises:
         PeerTimeout: rank 0 published nothing within ``join_within``.
-        ConfigError: the address or the token is missing from the settings; other users may write to the file's directory; or
-            the file cannot be read, and was not replaced.
+        ConfigError: the address or the token is missing from the settings, or the address is not that of one machine; other
+            users may write to the file's directory; or the file cannot be read, and was not replaced.
     """
     if not world.one_machine or settings.control is not None:
-        return _given(world, settings, read_token(settings))
+        given = _given(world, settings, read_token(settings))
+        host, _, port = given.address.rpartition(":")
+        if host in ("0.0.0.0", "[::]") or int(port) == 0:
+            raise ConfigError(
+                f"control={given.address!r}: rank {world.rank} cannot find rank 0 there; give the address of rank 0's machine, "
+                "and a port"
+            )
+        return given
     deadline = time.monotonic() + settings.join_within
     unreadable: Exception | None = None
     while time.monotonic() < deadline:

@@ -192,13 +192,14 @@ def make_server(
     """
     options = [
         *server_options(fail_after_seconds, max_message_bytes),
-        ("grpc.max_allowed_incoming_connections", max(most_connections, _most_strangers())),
+        ("grpc.max_allowed_incoming_connections", max(most_connections, most_strangers())),
     ]
     return grpc.server(executor, interceptors=[TokenInterceptor(token, job, on_refusal, identity is not None)], options=options)
 
 
-def _most_strangers() -> int:
-    """A quarter of the file descriptors that this process may have. It may have two servers, and needs other files."""
+def most_strangers() -> int:
+    """How many connections of a server may be strangers'. It is a quarter of the file descriptors that this process may have,
+    since it may have two servers, and needs other files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(16, min(soft if soft > 0 else _MAX_CONNECTIONS, _MAX_CONNECTIONS) // 4)
 

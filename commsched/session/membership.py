@@ -170,6 +170,8 @@ class ElasticMember:
             job=place.job,
             servers=place.servers,
             join_within=within,
+            # It was tuned for the ranks and hosts of the first generation, and the sizes stay.
+            tuned=self._settings.tuned if place.generation == 1 else None,
         )
         meeting = _AtLauncher(self, place, within)
         try:

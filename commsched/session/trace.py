@@ -75,7 +75,10 @@ class TraceObserver(SessionObserver):
         self._shown: set[int] = set()  # groups with a step or a task that is recorded
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.unlink(missing_ok=True)  # if this run is killed, an old file must not pass for its own
+            # If this run is killed, or has fewer ranks than an earlier one, old files must not pass for its own.
+            others = self.path.parent.iterdir() if rank == 0 else ()
+            for path in (self.path, *(each for each in others if each.name == "trace.json" or _OF_A_RANK.fullmatch(each.name))):
+                path.unlink(missing_ok=True)
         except OSError as error:
             self._recording = False
             self._give_up(error)
@@ -205,6 +208,8 @@ def read_file(path: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: it cannot be read, or is no timeline.
     """
+    if not path.is_file():  # in a directory that others may write to, it could be a pipe
+        raise ValueError("it is no file")
     document = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise ValueError("it has no list of traceEvents")

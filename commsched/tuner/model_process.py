@@ -41,9 +41,11 @@ class ModelProcess:
         self._cancelled = False
 
     def __enter__(self) -> RemoteModel:
-        # In this process's group, because launchers end whole groups. With its path, to which the script may have added.
+        # In this process's group, because launchers end whole groups. With its path, to which the script may have added, even
+        # what Python passes over.
+        path = [entry for entry in sys.path if isinstance(entry, str)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"],
+            [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +94,54 @@ def test_a_wrong_setting_is_named_and_the_rest_is_shown(
     out = examined(capsys, 1)
     assert "ConfigError: COMMSCHED_WIRE='float8' is unknown" in out
     assert "shared memory: " in out
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"TRANSPORT": "nccll"}, "transport='nccll' is unknown; did you mean nccl?"),
+        ({"TRANSPORT": "gloo", "LANE": "grpc"}, "lane='grpc' has no effect with transport=gloo"),
+        ({"TOKEN_FILE": "/nowhere/token"}, "token_file='/nowhere/token' cannot be read"),
+        ({"TOKEN": "x", "CONTROL": "10.0.0.1:29600"}, "the token has 1 of at least 16 characters"),
+        ({"TOKEN": "x", "HOST": "10.0.0.1"}, "the token has 1 of at least 16 characters, and host='10.0.0.1'"),
+        ({"CONTROL": "train-0..ns:29600"}, "train-0..ns is no name of a host"),
+        ({"HOST": "10.0.0.7:29600"}, "10.0.0.7:29600 is no address of a host; write one without a port"),
+    ],
+)
+def test_each_wrong_setting_is_named_and_ends_it_with_1(
+    variables: dict[str, str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"COMMSCHED_{name}", value)
+    assert main(["doctor"]) == 1
+    assert said in capsys.readouterr().out
+
+
+def test_a_driver_that_does_not_work_is_no_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert "nvidia-smi failed: " in out
+    assert not re.search(r"^  nccl +yes", out, re.MULTILINE)
+
+
+def test_the_file_of_settings_counts_for_the_test_of_two(tmp_path: Path) -> None:
+    """One has them in a file, and the other one as variables."""
+    address = f"127.0.0.1:{free_port()}"
+    token = "of this test, which nobody guesses"
+    file = tmp_path / "commsched.toml"
+    file.write_text(f'token = "{token}"\nsecurity = "tls"\nfail_after = "20"\n')
+    with Job("--listen", address, subcommand="doctor", environ={"COMMSCHED_CONFIG": str(file)}) as one:
+        await_listener(one, address)
+        plain = {"COMMSCHED_TOKEN": token, "COMMSCHED_SECURITY": "tls", "COMMSCHED_FAIL_AFTER": "20"}
+        with Job("--peer", address, subcommand="doctor", environ=plain) as other:
+            ended = [job.process.communicate(timeout=300) for job in (one, other)]
+            assert [job.process.returncode for job in (one, other)] == [0, 0], ended
 
 
 def test_a_rate_is_shown_as_it_is_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,13 @@ def test_a_script_is_a_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "code"), [("print('hello')", 0), ("import sys; sys.exit(3)", 3), ("import commsched; commsched.init()", 0)]
+    ("script", "code"),
+    [
+        ("print('hello')", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("import commsched; commsched.init()", 0),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+    ],
 )
 def test_a_script_that_trains_nothing_is_refused(script: str, code: int, tmp_path: Path) -> None:
     path = tmp_path / "train.py"

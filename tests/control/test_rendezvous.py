@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,13 @@ def test_several_machines_need_address_and_token() -> None:
             call(Settings(control="10.0.0.1:29600"))
         token = "a long secret that nobody guesses"
         assert call(Settings(control="10.0.0.1:29600", token=token)) == Endpoint("10.0.0.1:29600", token)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:29600", "[::]:29600", "10.0.0.1:0"])
+def test_an_address_at_which_no_other_rank_finds_rank_0_is_refused_there(address: str) -> None:
+    settings = Settings(control=address, token="a long secret that nobody guesses")
+    with pytest.raises(ConfigError, match=r"rank 1 cannot find rank 0 there; give the address of rank 0's machine, and a port"):
+        find(replace(APART, rank=1), settings, Path("/nowhere"))
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:29600", "0.0.0.0:0", "[::]:1", "node0:29600"])

@@ -186,3 +186,18 @@ def test_a_step_that_is_not_entered_is_told_of_once(caplog: pytest.LogCaptureFix
 def test_settings_that_cannot_be_elastic(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         require_can_be_elastic(Settings.load(settings, {}))
+
+
+def test_a_tuned_file_counts_in_the_first_generation_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ones may have other ranks and hosts, which the file is not for."""
+    tuned: list[object] = []
+
+    def opened(world: object, settings: Settings, *_: object) -> object:
+        tuned.append(settings.tuned)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(membership, "open_session", opened)
+    member = ElasticMember("nowhere", Settings(token="t" * 32, tuned={"workers": 2}), "cpu")
+    for generation in (1, 2):
+        member._open(Place(generation, 0, 2, 0, 2, 0, 0, "127.0.0.1", "job"))
+    assert tuned == [{"workers": 2}, None]

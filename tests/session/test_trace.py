@@ -1,6 +1,7 @@
 import itertools
 import json
 import logging
+import os
 import threading
 import time
 from collections import defaultdict
@@ -412,8 +413,8 @@ def test_a_file_says_what_it_is_of(tmp_path: Path) -> None:
 
 
 def write_ranks(directory: Path, *ranks: int) -> None:
-    for rank in ranks:
-        observer = TraceObserver(directory, rank)
+    observers = {rank: TraceObserver(directory, rank) for rank in ranks}  # all ranks open before one of them closes
+    for rank, observer in observers.items():
         observer.on_span("forward", f"layer of {rank}", 1.0, 2.0)
         observer.close()
 
@@ -448,13 +449,27 @@ def test_merge_leaves_out_a_file_it_cannot_read(tmp_path: Path, caplog: pytest.L
 
 
 def test_rank_0_merges_what_all_ranks_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_ranks(tmp_path, 1)
     observer = TraceObserver(tmp_path, 0)
+    write_ranks(tmp_path, 1)
     observer.on_span("forward", "layer of 0", 1.0, 2.0)
     observer.close()
     observer.merge()
     assert [event["pid"] for event in bars(read(tmp_path / "trace.json"))] == [0, 1]
     assert warnings(caplog) == []
+
+
+def test_what_an_earlier_job_of_more_ranks_left_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    write_ranks(tmp_path, 0, 1, 2)
+    merge(tmp_path)
+    TraceObserver(tmp_path, 0)  # of a job that is killed then
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_merge_does_not_wait_for_a_pipe(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_ranks(tmp_path, 0)
+    os.mkfifo(tmp_path / "trace.rank1.json")
+    merge(tmp_path)
+    assert "trace.rank1.json is left out: it cannot be read: it is no file" in caplog.text
 
 
 def test_merge_says_when_there_is_nothing(tmp_path: Path) -> None:

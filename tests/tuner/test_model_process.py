@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,12 @@ def test_it_says_what_the_model_says_before_and_after_calibration() -> None:
         for config, _ in TRIALS:
             assert calibrated.predict(config) == here.calibrate(TRIALS).predict(config)
             assert there.predict(config) == here.predict(config)
+
+
+def test_an_entry_of_the_path_that_python_passes_over_is_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
+    with ModelProcess(PROFILE, LINK, 2) as model:
+        assert model.predict(TRIALS[0][0]) > 0
 
 
 def test_an_error_there_is_named_here_and_ends_nothing() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ....core.errors import ConfigError
 from ....net.handshake import HandshakeRejected
-from ....net.rpc import DaemonExecutor, listen
+from ....net.rpc import DaemonExecutor, listen, most_strangers
 from ....net.tls import TlsSocket
 from ....settings import each_of, together
 from .frame import Frame
@@ -230,8 +230,8 @@ class TcpPort:
             most = max(hosts, key=hosts.__getitem__, default="")
             if hosts[most] > _MAX_HANDSHAKES:
                 too_many = f"{_MAX_HANDSHAKES} handshakes"
-            elif hosts.total() > _MAX_OF_ALL_HOSTS:
-                too_many = f"{_MAX_OF_ALL_HOSTS} handshakes of all hosts"
+            elif hosts.total() > (limit := min(_MAX_OF_ALL_HOSTS, most_strangers())):
+                too_many = f"{limit} handshakes of all hosts"
             else:
                 return
             oldest = next(accepted for accepted, host in self._open.items() if host == most)

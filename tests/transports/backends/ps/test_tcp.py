@@ -318,6 +318,24 @@ def test_room_is_made_by_the_host_that_has_most_handshakes_under_way(monkeypatch
         each.close()
 
 
+def test_strangers_of_many_hosts_leave_most_descriptors_to_the_process(monkeypatch):
+    monkeypatch.setattr(tcp_lane, "most_strangers", lambda: 3)
+    monkeypatch.setattr(tcp_lane, "_HANDSHAKE_SECONDS", NEVER_SECONDS)
+    port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
+    port.serve(lambda stream, job: pytest.fail("nobody was admitted"))
+    host, _, number = port.address.rpartition(":")
+    silent = [
+        socket.create_connection((host, int(number)), timeout=60, source_address=(f"127.0.0.{last}", 0)) for last in range(2, 7)
+    ]
+    for each in silent:
+        exactly(each, 36)
+    with port._changed:
+        assert sum(host is not None for host in port._open.values()) <= 3
+    port.close(False)
+    for each in silent:
+        each.close()
+
+
 def test_connections_that_have_proved_themselves_are_not_counted_and_not_ended_to_make_room(monkeypatch):
     monkeypatch.setattr(tcp_lane, "_MAX_HANDSHAKES", 1)
     port = TcpPort("127.0.0.1:0", StreamOptions(TOKEN))
