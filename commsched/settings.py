@@ -71,7 +71,7 @@ def parse_address(value: object, key: str = "address") -> str:
     if not match or int(match[2]) > 65535:
         raise ConfigError(f"{key}={value!r} is not an address; write it like 10.0.0.7:29600")
     if not _is_name(match[1]):
-        raise ConfigError(f"{key}={value!r}: {match[1]} is no name of a host: a part between dots is empty or too long")
+        raise ConfigError(f"{key}={value!r}: {match[1]} is no name of a host")
     return text
 
 
@@ -104,7 +104,7 @@ def _host(value: object, key: str) -> str:
     if len(set(hosts)) < len(hosts) or not all(hosts):
         raise ConfigError(f"{key}={value!r}: write one address, or several different ones like 10.0.0.7+10.1.0.7")
     for host in hosts:
-        if not _is_name(host) or re.fullmatch(r"[^:]*:\d+", host):
+        if not _is_name(host) or re.fullmatch(r"[^:]*:\d+|\[.*\]:\d+", host):
             raise ConfigError(f"{key}={value!r}: {host} is no address of a host; write one without a port, like 10.0.0.7")
     return together(hosts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,10 +85,12 @@ def float32_sizes(text: str) -> list[int]:
 def new_file(text: str) -> Path:
     """A file to write. A measurement may take an hour, so it does not begin if the result could not be kept."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"'{path}' is a directory" if path.is_dir() else f"there is no directory '{path.parent}'"
-        )
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"'{path}' is a directory")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory '{path.parent}'")
+    if not path.exists() and not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"nothing may be written to '{path.parent}'")
     return path
 
 

@@ -36,10 +36,10 @@ def write(path: Path | None, rows: Sequence[Row], measured_in: Mapping[str, Any]
     found = environment() if measured_in is None else dict(measured_in)
     document = {"schema": SCHEMA, "environment": found, "rows": [dict(row) for row in rows]}
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # /dev/stdout, say, which must not be replaced
-        path.write_text(text)
+    if path.exists() and (not path.is_file() or path.is_relative_to("/dev") or path.is_relative_to("/proc")):
+        path.write_text(text)  # /dev/stdout, say, must not be replaced, whatever it leads to
         return
+    path = path.resolve()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text)

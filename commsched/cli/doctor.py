@@ -86,8 +86,9 @@ def _transports() -> Iterator[str]:
             found = f"yes, by {library[0]} {_version(library[0]) or ''}".rstrip()
             if name == "mpi":
                 found += f", {_mpiexec()}"
-            if name == "nccl" and not _gpus()[0]:
-                found = "no; no GPU was found"
+            if name == "nccl":
+                gpus, complaint = _gpus()
+                found = found if gpus else f"no; {complaint or 'no GPU was found'}"
             yield f"{name:16}{found}"
 
 

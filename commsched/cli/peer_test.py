@@ -60,7 +60,7 @@ def await_peer(address: str, environ: Mapping[str, str]) -> int:
     if settings.security != "none":
         shown += f" COMMSCHED_SECURITY={settings.security}"
     say_out(f"listening on {where}; on the other machine: COMMSCHED_TOKEN={shown} commsched doctor --peer {where}")
-    return _measure(0, where, token, LISTEN_SECONDS, environ)
+    return _measure(0, where, token, LISTEN_SECONDS, settings)
 
 
 def join_peer(address: str, environ: Mapping[str, str]) -> int:
@@ -70,10 +70,11 @@ def join_peer(address: str, environ: Mapping[str, str]) -> int:
         CommschedError: it does not listen there, has another token, or cannot reach this machine.
     """
     where = parse_address(address, "--peer")
-    if read_token(Settings.load({}, environ)) is None:
+    settings = Settings.load({}, environ)
+    if (token := read_token(settings)) is None:
         raise ConfigError("set COMMSCHED_TOKEN to the token that commsched doctor --listen printed on the other machine")
     _require_listener(where)
-    return _measure(1, where, None, None, environ)
+    return _measure(1, where, token, None, settings)
 
 
 def _require_listener(where: str) -> None:
@@ -97,11 +98,8 @@ def _require_listener(where: str) -> None:
         ) from error
 
 
-def _measure(rank: int, where: str, token: str | None, join_within: float | None, environ: Mapping[str, str]) -> int:
-    found = Settings.load({}, environ)  # of the environment, and of the file that it names
-    used: dict[str, object] = {name: getattr(found, name) for name in _USED if name in found.given}
-    if token is None:
-        token = read_token(found)
+def _measure(rank: int, where: str, token: str, join_within: float | None, users: Settings) -> int:
+    used: dict[str, object] = {name: getattr(users, name) for name in _USED if name in users.given}
     settings = Settings.load({**_FIXED, **used, "control": where, "token": token, "join_within": join_within}, {})
     with open_session(World(rank, 2, 0, 1, _LAUNCHER), settings) as session:
         host = own_host(settings, where)

@@ -93,6 +93,14 @@ def require_strong_on(hosts: Sequence[str], token: str, said: str) -> None:
         )
 
 
+def _is_any(host: str) -> bool:
+    """Whether ``host`` stands for all addresses of the machine that listens there."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Whether ``host`` is literally "localhost" or a loopback address. Other names are not resolved."""
     try:
@@ -200,7 +208,7 @@ def find(world: World, settings: Settings, path: Path) -> Endpoint:
     if not world.one_machine or settings.control is not None:
         given = _given(world, settings, read_token(settings))
         host, _, port = given.address.rpartition(":")
-        if host in ("0.0.0.0", "[::]") or int(port) == 0:
+        if int(port) == 0 or (_is_any(host) and not world.one_machine):
             raise ConfigError(
                 f"control={given.address!r}: rank {world.rank} cannot find rank 0 there; give the address of rank 0's machine, "
                 "and a port"

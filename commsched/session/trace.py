@@ -17,6 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,12 @@ class TraceObserver(SessionObserver):
         self._shown: set[int] = set()  # groups with a step or a task that is recorded
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # If this run is killed, or has fewer ranks than an earlier one, old files must not pass for its own.
-            others = self.path.parent.iterdir() if rank == 0 else ()
-            for path in (self.path, *(each for each in others if each.name == "trace.json" or _OF_A_RANK.fullmatch(each.name))):
-                path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)  # if this run is killed, an old file must not pass for its own
+            for path in self.path.parent.iterdir() if rank == 0 else ():
+                # Nor may those of an earlier run of more ranks.
+                if path.name == "trace.json" or _OF_A_RANK.fullmatch(path.name):
+                    with suppress(OSError):  # it is somebody else's
+                        path.unlink()
         except OSError as error:
             self._recording = False
             self._give_up(error)
@@ -196,6 +199,8 @@ _OF_A_RANK = re.compile(r"trace\.rank(\d+)\.json")
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if not path.is_file():  # in a directory that others may write to, it could be a pipe
+            raise ValueError("it is no file")
         return read_file(path)
     except (OSError, ValueError) as error:
         log.warning("the timeline %s is left out: it cannot be read: %s", path, error)
@@ -208,8 +213,6 @@ def read_file(path: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: it cannot be read, or is no timeline.
     """
-    if not path.is_file():  # in a directory that others may write to, it could be a pipe
-        raise ValueError("it is no file")
     document = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise ValueError("it has no list of traceEvents")

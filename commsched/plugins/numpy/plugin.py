@@ -74,7 +74,6 @@ class ScheduledOptimizer:
         self._due: dict[int, SGD] = {}  # outstanding updates: layer -> copy of the optimizer, made when ``step`` was called
         self._undo: Undo[int] | None = None  # by layer; in an elastic job
         self._is_replaced = False
-        self._has_gradients = False  # backward has begun since the last ``step``
         owner = getattr(self._network.around_forward, "__self__", None)
         if isinstance(owner, ScheduledOptimizer):
             owner._leave_network()
@@ -91,11 +90,6 @@ class ScheduledOptimizer:
     def _leave_network(self) -> None:
         """Make the last updates, before another ScheduledOptimizer takes over the network and the gradients of its layers."""
         if not self._session.closed:
-            if self._has_gradients:
-                raise UnsupportedError(
-                    "this network's gradients belong to its earlier ScheduledOptimizer: make another one before backward, or "
-                    "after step()"
-                )
             self.synchronize()
             self._forget()
             if self._group.step < 0 or len(self._group.notified) == len(self._group.manifest.tensors):
@@ -108,7 +102,7 @@ class ScheduledOptimizer:
         Returns at once, unless no forward has run since the last ``step``: then it makes the outstanding updates first.
 
         Raises:
-            UnsupportedError: another ScheduledOptimizer was made for the same network.
+            UnsupportedError: another ScheduledOptimizer was made for the same network, or this one after backward.
             CommschedError: the session failed.
         """
         if self._is_replaced:
@@ -116,7 +110,10 @@ class ScheduledOptimizer:
         self.synchronize()  # does nothing if a forward has run since the last step
         if self._undo is not None:
             self._undo.committed()
-        self._has_gradients = False
+        if self._group.step < 0:
+            raise UnsupportedError(
+                "there was no backward since this ScheduledOptimizer was made: it has no gradients to average"
+            )
         then = copy.copy(self._optimizer)  # copies the hyper-parameters; the velocities stay shared
         self._check.begin(self._group.step)
         self._due = dict.fromkeys(range(len(self._network.layers)), then)
@@ -209,7 +206,6 @@ class ScheduledOptimizer:
             raise RuntimeError(f"backward of step {self._group.step} was broken off: {missing} gradients were never written")
         self.synchronize()  # if no forward followed the last step: this backward overwrites its averages
         self._group.begin_step(self._stream())
-        self._has_gradients = True
 
     # --- (c) and (d) update each layer before its forward ---
 

@@ -166,6 +166,8 @@ class Edits:
         """Note ``edit`` of the gradients of ``slots``. It is done now for gradients that were read, as other tensors in their
         memory may be read at any time, without a guard."""
         with self._lock:
+            if any(slot.was_read for slot in slots):
+                edit.wait()  # an interrupted wait (Ctrl-C) leaves nothing half recorded
             self._log.append([name, [slot.flag for slot in slots], [number.kind for number in numbers]])
             exact = all(slot.dtype in (torch.float64, torch.complex128) for slot in slots)
             for number in numbers:

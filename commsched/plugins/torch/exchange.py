@@ -24,7 +24,7 @@ import commsched
 from ...core.errors import ClosedError, CommschedError, UnsupportedError
 from .agreement import OwnSums, norm
 from .edits import AwaitedGradient, Edits
-from .guard import release, unguarded
+from .guard import address, release, unguarded
 from .join import require_joined
 from .layout import GradientLayout, end_abandoned
 from .norms import Measures
@@ -202,8 +202,9 @@ class GradientExchange:
         self._at_close()
         with torch.no_grad(), unguarded():
             for slot in self.places.all:
-                if slot.rows is None and slot.proxies and slot.parameter.grad is slot.gradient:
-                    slot.gradient.data = slot.view.clone()  # it outlives the buffer
+                gradient = slot.gradient
+                if slot.rows is None and slot.proxies and slot.parameter.grad is gradient and address(gradient) == slot.address:
+                    gradient.data = gradient.clone()  # it outlives the buffer
         self.places.release()
 
     def drop(self) -> None:

@@ -516,8 +516,8 @@ class ScheduledOptimizer(Optimizer):
                         "writing, or state_dict() after step()"
                     )
             if self._undo is not None:
-                with exchange.places.device.updating():
-                    self._undo.before_update([slot.parameter for slot in used])  # out of memory: the updates stay outstanding
+                exchange.places.device.order()
+                self._undo.before_update([slot.parameter for slot in used])  # out of memory: the updates stay outstanding
             for slot in batch:
                 del self._pending[slot.flag]
             self._updates_running += 1

@@ -140,9 +140,11 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
             self.of = translated(stream.of.record)
 
         def synchronize(self) -> None:
+            open_context()
             translated(self.of.synchronize)
 
     def eventQuery(ptr: int) -> int:
+        open_context()  # of the thread's current device
         try:
             return 0 if events[ptr].of.is_done() else NOT_READY
         except Exception:

@@ -207,9 +207,12 @@ def test_a_thread_that_has_not_used_cuda_opens_no_other_gpu(cupy: Any, monkeypat
         stream.copy(device.allocate(8), device.allocate(8))
         stream.record().synchronize()
 
+    event = device.stream().record()
     cupy.contexts.clear()
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(use).result(60)
+    for first in (use, event.synchronize, event.is_done):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(first).result(60)
+            thread.submit(use).result(60)
     assert cupy.contexts == {1}
 
 

@@ -49,13 +49,16 @@ def _on_device(method: _Method) -> _Method:
 class CudaEvent:
     """See ``DeviceEvent``. A thread that waits for it sleeps."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, device: Any) -> None:
+        self._device = device  # a thread that only waits for events must open no other one
         self.event = cupy.cuda.Event(block=True, disable_timing=True)
         self.event.record(stream)
 
+    @_on_device
     def synchronize(self) -> None:
         self.event.synchronize()
 
+    @_on_device
     def is_done(self) -> bool:
         status: int = cupy.cuda.runtime.eventQuery(self.event.ptr)  # Event.done takes an error for "not yet"
         if status not in (0, _NOT_READY):
@@ -73,7 +76,7 @@ class CudaStream:
 
     @_on_device
     def record(self) -> CudaEvent:
-        return CudaEvent(self._stream)
+        return CudaEvent(self._stream, self._device)
 
     @_on_device
     def wait(self, event: DeviceEvent) -> None:

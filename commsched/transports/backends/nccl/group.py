@@ -98,7 +98,8 @@ class NcclGroup:
         self._ended.set()
         if self._end.acquire(blocking=False):
             has_lock = self._lock.acquire(timeout=_CALL_SECONDS)
-            self._communicator.abort()
+            with self._entered(self._current):
+                self._communicator.abort()
             if has_lock:
                 self._lock.release()
             self._closer.forget()
@@ -110,7 +111,11 @@ class NcclGroup:
         self._ended.set()
         self._asking.join(_CLOSE_SECONDS)
         if self._end.acquire(blocking=False):
-            self._closer.run(self._communicator.destroy, _CLOSE_SECONDS)
+            self._closer.run(self._destroy, _CLOSE_SECONDS)
+
+    def _destroy(self) -> None:
+        with self._entered(self._current):
+            self._communicator.destroy()
 
     def _call(self, call: Callable[[Any], object]) -> None:
         with self._lock, self._entered(self._current):
