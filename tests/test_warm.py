@@ -257,10 +257,13 @@ def test_other_commands_run_as_usual(tmp_path: Path) -> None:
 
 @pytest.fixture
 def _interruptible() -> Iterator[None]:
-    """A shell starts what runs in the background with SIGINT ignored, and processes inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell starts what runs in the background with SIGINT ignored, and nohup with SIGHUP, and processes inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("_interruptible")

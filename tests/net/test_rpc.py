@@ -350,7 +350,7 @@ HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]
 
 @pytest.mark.parametrize("said", [b"", HTTP_2])
 def test_idle_strangers_take_few_descriptors_and_keep_no_caller_away(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
-    monkeypatch.setattr(rpc, "_most_strangers", lambda: 8)
+    monkeypatch.setattr(rpc, "most_strangers", lambda: 8)
     monkeypatch.setattr(rpc, "_HANDSHAKE_MS", 1000)
     monkeypatch.setattr(rpc, "_IDLE_MS", 1000)
     echo = Echo("secret", "this job", fail_after_seconds=100.0)  # keepalive would end them after 1.5 times that

@@ -230,6 +230,41 @@ def test_what_ends_an_update_is_told_to_the_others(error: type[BaseException]) -
     assert f"rank 1: the optimizer raised {error.__name__}: no more" in told[0]
 
 
+class _OutOfMemory:
+    """Stands for the undo log of an elastic job, which has no memory for its first copy."""
+
+    def __init__(self) -> None:
+        self.is_full = True
+
+    def before_update(self, keys: Any) -> None:
+        if self.is_full:
+            self.is_full = False
+            raise MemoryError
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def test_an_update_whose_copy_had_no_memory_is_made_by_the_next_reader() -> None:
+    caught = []
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            if step == 2 and data.ranks == [1]:
+                optimizer._undo = _OutOfMemory()
+            optimizer.zero_grad()
+            try:
+                loss = data.loss(model, step)
+            except MemoryError:
+                caught.append(step)
+                loss = data.loss(model, step)
+            loss.backward()
+            optimizer.step()
+
+    require_plain(loop)
+    assert caught == [2]
+
+
 def test_who_catches_the_failure_is_told_again() -> None:
     """A rank that goes on regardless does not train on with weights of its own."""
     told: list[str] = []
