@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -94,7 +95,8 @@ def test_who_waits_for_a_static_order_already_is_told_at_once() -> None:
                 with core._lock:  # the other thread waits, and does not only begin to
                     pass
                 core.drain()
-                core.prepare_leave()
+                with suppress(PeerLost):  # the other rank may find it, and the job fail, before this call returns
+                    core.prepare_leave()
                 return
             wait = core._progress.wait
 
