@@ -64,8 +64,7 @@ class Machine:
 
 def page(read: Read, runs: Sequence[Read] = ()) -> str:
     """The page as HTML. With two ``runs``, whose rows are all in ``read``, it compares the second with the first, and begins
-    with a summary of the second. Only one
-    thread may call it at a time, because it changes matplotlib's state."""
+    with a summary of the second. Only one thread may call it at a time, because it changes matplotlib's state."""
     templates = Templates(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -126,7 +126,7 @@ def _where(result: Result) -> str:
 
 
 def _key(result: Result) -> tuple[object, ...]:
-    """What the result is of, without its rho, which is measured."""
+    """Return the configuration that ``result`` was measured with, without its rho, which is measured too."""
     network = (result.workers, result.servers, result.link, result.transport)
     return (result.model, result.mark, result.clip, result.gradient_bytes, *network, result.system)
 

@@ -78,7 +78,7 @@ class TraceObserver(SessionObserver):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)  # if this run is killed, an old file must not pass for its own
             for path in self.path.parent.iterdir() if rank == 0 else ():
-                # Nor may those of an earlier run of more ranks.
+                # An earlier run may have had more ranks, whose files must not pass for this run's either.
                 if path.name == "trace.json" or _OF_A_RANK.fullmatch(path.name):
                     with suppress(OSError):  # it is somebody else's
                         path.unlink()

@@ -41,8 +41,8 @@ class ModelProcess:
         self._cancelled = False
 
     def __enter__(self) -> RemoteModel:
-        # In this process's group, because launchers end whole groups. With its path, to which the script may have added, even
-        # what Python passes over.
+        # The child is in this process's group, because launchers end whole groups. It gets this process's path, to which the
+        # script may have added, even what Python passes over.
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main()"],

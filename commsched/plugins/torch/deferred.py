@@ -124,15 +124,13 @@ class Deferred(Guarded, torch.Tensor):
         return self.__reduce_ex__(protocol)
 
 
-def defer(tensor: torch.Tensor, value: Value, index: int | None = None, is_marked: bool = False) -> torch.Tensor:
+def defer(tensor: torch.Tensor, value: Value, index: int | None = None) -> torch.Tensor:
     """Let ``tensor``, a plain one, be deferred. Its values are those of ``value``, or its element ``index``.
 
-    ``is_marked``: readers that do not check its class wait, too, such as ``torch.tensor()`` and TorchScript. A mark takes time,
-    so tensors that are mostly used together, and those that torch uses itself, have none."""
+    Readers that do not check its class, such as ``torch.tensor()`` and TorchScript, wait only if the caller marks it, too. A
+    mark takes time, so tensors that are mostly used together, and those that torch uses itself, have none."""
     tensor._deferred = value, index  # type: ignore[attr-defined]
     tensor.__class__ = Deferred
-    if is_marked:
-        mark(tensor)
     return tensor
 
 
@@ -174,7 +172,8 @@ def _combine(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
         if not isinstance(shape, torch.Tensor) or shape.numel() > _MOST:
             return None
         shape = shape.clone()  # it may be an argument, or lie in its memory
-    return defer(shape, taken.stacked or taken.value(), is_marked=True)
+    mark(defer(shape, taken.stacked or taken.value()))
+    return shape
 
 
 class _Impossible(Exception):

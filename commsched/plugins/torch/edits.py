@@ -194,9 +194,8 @@ class Edits:
         with self._lock:
             alike: dict[tuple[Edit, ...], list[torch.Tensor]] = {}
             due = [slot for slot in slots if slot.flag in self._outstanding]
-            for slot in due:
-                for edit in self._edits[slot.flag]:
-                    edit.wait()  # an interrupted wait (Ctrl-C) leaves all edits outstanding
+            for edit in dict.fromkeys(edit for slot in due for edit in self._edits[slot.flag]):
+                edit.wait()  # an interrupted wait (Ctrl-C) leaves all edits outstanding
             for slot in due:
                 self._outstanding.remove(slot.flag)
                 alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)

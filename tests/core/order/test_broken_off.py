@@ -82,7 +82,7 @@ def test_who_waits_for_what_one_rank_has_broken_off_is_told_so(order: str, notif
 
 
 def test_who_waits_for_a_static_order_already_is_told_at_once() -> None:
-    """And not when the next warning is due."""
+    """The wait does not last until the next warning is due."""
     waits = threading.Event()
 
     def body(world: CheckedWorld, rank: int) -> None:

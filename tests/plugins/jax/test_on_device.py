@@ -233,7 +233,7 @@ def test_programs_of_a_gpu_give_arrays_on_its_stream(monkeypatch: pytest.MonkeyP
 
 
 def test_the_stream_of_a_program_is_a_property() -> None:
-    """Of JAX's class, which no program on the CPU makes."""
+    """No program on the CPU makes an object of that class of JAX."""
     assert isinstance(inspect.getattr_static(ExecutionContext, "stream"), property)
 
 

@@ -21,7 +21,7 @@ from .training import RANKS, STEPS, made, mlp, numbers, on_ranks, one_layer, sha
 
 INPUTS, TARGETS = numbers()
 
-#: Of Keras, when it writes files, or the text of a variable.
+#: Keras gives this warning when it writes files, or the text of a variable.
 keras_and_numpy_2 = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
 
 
@@ -159,7 +159,7 @@ def test_a_constraint_counts_from_the_step_after_it_is_set() -> None:
 
 
 def test_the_updates_of_former_hyper_parameters_are_freed() -> None:
-    """Also if each step has others."""
+    """Each step has others here."""
     made: list[Any] = []
     freed: list[bool] = []
 

@@ -111,7 +111,7 @@ def test_parameters_that_come_to_lie_in_the_same_memory_after_wrapping(tied_at: 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)])
 def test_a_tied_weight_that_the_optimizer_has_twice_is_updated_twice(kind: Any) -> None:
-    """As by ``[*encoder.parameters(), *decoder.parameters()]``. torch warns, and makes two updates."""
+    """A script writes ``[*encoder.parameters(), *decoder.parameters()]``, say. torch warns, and makes two updates."""
 
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
