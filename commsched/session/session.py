@@ -405,7 +405,7 @@ class Session:
         same steps of ``what``, a noun in the plural. Any thread; never blocks: it sends one small message to rank 0.
 
         A difference ends the job on every rank: the next waits and calls raise ``RanksDiverged``, whose message names the
-        difference and ends with ``hint``.
+        difference and ends with ``hint``. If it is found when all ranks have left, only ``close`` of rank 0 raises it.
 
         Raises:
             UnsupportedError: ``values`` are longer than the control channel takes.

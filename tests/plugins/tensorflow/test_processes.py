@@ -15,7 +15,8 @@ RANK = [sys.executable, str(ROOT / "tests" / "plugins" / "tensorflow" / "rank.py
 @pytest.fixture(scope="module")
 def job() -> tuple[int, str, str]:
     """Its code, and what it wrote. Processes import TensorFlow for long, so one job shows all."""
-    return run_job("-n", "2", "--transport", "ps", "--partition", "600", "--", *RANK, imports=warm.TENSORFLOW)
+    arguments = ["-n", "2", "--transport", "ps", "--partition", "600", "--", *RANK]
+    return run_job(*arguments, patient=True, imports=warm.TENSORFLOW)
 
 
 def test_two_processes_train_as_one(job: tuple[int, str, str]) -> None:
