@@ -39,7 +39,7 @@ def record_script(script: Path, arguments: Sequence[str], environ: Mapping[str, 
     """Run ``script`` until ``STEPS_TO_RECORD`` steps are over, and end it then. It prints on stderr. Main thread only.
 
     Raises:
-        ConfigError: the script could not be run, failed, or ended before.
+        ConfigError: the script could not be run, failed, or ended before; or nothing can be learned of its steps.
         KeyboardInterrupt: a signal interrupted it.
     """
     say_error(f"commsched: {script} runs as one process until it has trained {STEPS_TO_RECORD} steps")
@@ -59,6 +59,8 @@ def record_script(script: Path, arguments: Sequence[str], environ: Mapping[str, 
             f"{script} ended with exit code {code}, before {STEPS_TO_RECORD} steps of a ScheduledOptimizer (PyTorch) were "
             "over. Is line 2 in it, and does it train for long enough?"
         )
+    if "error" in found:
+        raise ConfigError(f"the layers of {script} cannot be recorded: {found['error']}")
     wait = found["full_wait"]
     profile = replace(Profile.from_record(found["profile"]), model=script.name)
     waits = None if wait is None or found["measures_norms"] else f"{wait['line']} ({wait['why']})"

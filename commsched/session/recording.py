@@ -8,8 +8,9 @@ import os
 import threading
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-from ..core.errors import ClosedError
+from ..core.errors import ClosedError, error_text
 from ..core.interfaces import SessionObserver
 from ..core.manifest import Manifest
 from ..transports.open import detect_capabilities
@@ -34,7 +35,7 @@ def start_recording(session: Session, path: Path) -> None:
 
     The file is a JSON object: ``profile`` (see ``Profile.from_record``), ``measures_norms`` (whether the loop waits for norms
     before it updates), ``full_wait`` (as in ``Session.stats``) and ``gloo`` (whether the process has imported a PyTorch with
-    gloo).
+    gloo). If nothing can be learned of the steps, it has ``error`` alone, which says why.
     """
     meter = StepTimer(lambda report: None)
     session.on_register(meter.add_group)
@@ -50,34 +51,44 @@ def start_recording(session: Session, path: Path) -> None:
 
 def _record(session: Session, meter: StepTimer, forward: ForwardMarks, path: Path) -> None:
     try:
-        main = meter.wait_until_training(WARM_UP_STEPS)
-        if main is None:
-            return
-        group, manifest = main
-        profiler = Profiler(group, RECORDED_STEPS)
-        forget = [session.observe(profiler), session.observe(forward)]
-        forward.follow(group, manifest, profiler)
-        if not meter.wait_for_steps(group, RECORDED_STEPS + 1):
-            return
-        profiler.stop()
-        for each in forget:
-            each()
-        profile = profiler.layers(manifest)
-        if profile is None:
-            log.error("%d steps were observed, none of them complete", RECORDED_STEPS)
-            return
-        statistics = session.stats()
-        found = {
-            "profile": profile.to_record(),
-            "measures_norms": session.core.measures_norms(group),
-            "full_wait": statistics["full_wait"],
-            "gloo": detect_capabilities().gloo,
-        }
-        written = path.with_suffix(".part")
-        written.write_text(json.dumps(found))
-        os.replace(written, path)  # whoever looks for the file finds all of it
+        while (main := meter.wait_until_training(WARM_UP_STEPS)) is not None:
+            found = _observe(session, meter, forward, *main)
+            if found is not None:
+                break
+        else:
+            return  # training has ended
     except ClosedError:
-        pass  # training has ended
+        return
+    except Exception as error:
+        log.error("the layers cannot be recorded", exc_info=error)
+        found = {"error": error_text(error)}
+    written = path.with_suffix(".part")
+    written.write_text(json.dumps(found))
+    os.replace(written, path)  # whoever looks for the file finds all of it
+
+
+def _observe(
+    session: Session, meter: StepTimer, forward: ForwardMarks, group: int, manifest: Manifest
+) -> dict[str, Any] | None:
+    """What is learned of the next steps of ``group``. None if training ends first, or a larger group is trained."""
+    profiler = Profiler(group, RECORDED_STEPS)
+    forget = [session.observe(profiler), session.observe(forward)]
+    forward.follow(group, manifest, profiler)
+    goes_on = meter.wait_for_steps(group, RECORDED_STEPS + 1)
+    profiler.stop()
+    for each in forget:
+        each()
+    if not goes_on:
+        return None
+    profile = profiler.layers(manifest)
+    if profile is None:
+        return {"error": f"{RECORDED_STEPS} steps were observed, none of them complete"}
+    return {
+        "profile": profile.to_record(),
+        "measures_norms": session.core.measures_norms(group),
+        "full_wait": session.stats()["full_wait"],
+        "gloo": detect_capabilities().gloo,
+    }
 
 
 class ForwardMarks(SessionObserver):

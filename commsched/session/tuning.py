@@ -176,9 +176,10 @@ def start_tuning(session: Session, settings: Settings, job: JobFacts, say: Calla
 
 
 def _meter(session: Session, tell: Callable[[Any], None]) -> StepTimer:
-    meter = StepTimer(tell)
+    core = session.core
+    meter = StepTimer(tell, is_over=lambda group: not core.without_released({group: 0}))
     session.on_register(meter.add_group)
-    session.core.on_step = meter.on_step  # called from the engine's thread; it costs less than an observer
+    core.on_step = meter.on_step  # called from the engine's thread; it costs less than an observer
     return meter
 
 
@@ -188,6 +189,7 @@ def _context(
     trials = TrialRunner(session, meter.main_group, SETTLE_STEPS)
     learner = Learner(job, meter, session.observe, lambda: trials.stopped, most_seconds_per_byte(job, settings))
     core = session.core
+    first = FirstSizes(job, settings, lambda: core.next_config)
     return TuningContext(
         settings,
         job,
@@ -198,6 +200,7 @@ def _context(
         say=say,
         may_freeze=core.may_freeze,
         is_static=lambda group: core.static_group == group,
+        first_sizes=first.of if settings.chooses_sizes else lambda manifest, config: config,
     )
 
 

@@ -316,7 +316,11 @@ class AutoChoice:
     def _use(self, group: int, config: SchedulerConfig) -> bool:
         """Apply ``config``, and :meth:`_settle`."""
         self._used.append(config)
+        before = self._context.current()
         self._context.trials.apply(config)
+        while self._context.current() == before != config:  # until all ranks have agreed on it
+            if not self._context.meter.wait_for_steps(group, 1):
+                return False
         return self._settle(group, config)
 
     def _settle(self, group: int, config: SchedulerConfig) -> bool:

@@ -66,6 +66,7 @@ class TuningJob:
             seeds, model = list[SchedulerConfig](), None
             if uses_model(settings.tune_by) and self._context.job.workers > 1 and (journal is None or journal.result is None):
                 seeds, model = self._learn(group, manifest, incumbent, space, stack)
+            first = self._context.first_sizes(manifest, settings.scheduler)
             verdict = SearchRun(
                 incumbent,
                 make_searcher(settings.tune_by, space, seeds=seeds, model=model),
@@ -73,7 +74,7 @@ class TuningJob:
                 settings.tune,
                 apply=self._context.trials.apply,
                 say=self._context.say,
-                also=[settings.scheduler] if again else (),  # an earlier search found the incumbent
+                also=[first] if again else (),  # an earlier search found the incumbent
                 journal=journal,
                 settle_steps=self._context.trials.settle_steps(space.incumbent),
             ).run()

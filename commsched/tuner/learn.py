@@ -70,7 +70,7 @@ class JobFacts:
 class TuningContext:
     """The parts that a search uses, all on rank 0. ``current`` returns the configuration agreed on last. ``say`` prints a line
     for the user. ``may_freeze`` says of a group whether its plugin allows a static order, ``is_static`` whether
-    it has one now."""
+    it has one now. ``first_sizes`` returns a configuration with the sizes that tensors begin with."""
 
     settings: Settings
     job: JobFacts
@@ -81,6 +81,7 @@ class TuningContext:
     say: Callable[[str], None]
     may_freeze: Callable[[int], bool] = lambda group: False
     is_static: Callable[[int], bool] = lambda group: False
+    first_sizes: Callable[[Manifest, SchedulerConfig], SchedulerConfig] = lambda manifest, config: config
 
 
 class FirstSizes:
@@ -99,12 +100,19 @@ class FirstSizes:
     def __call__(self, manifest: Manifest) -> SchedulerConfig | None:
         """``current`` with the sizes that the settings leave open. None if the tensors are too small to say anything about the
         job, or smaller than earlier ones. A search that tuning has begun keeps its configuration."""
+        if not self._is_telling(manifest) or manifest.nbytes <= self._largest_bytes:
+            return None
+        if self._settings.tune is not None and self._largest_bytes > 0:
+            return None
+        self._largest_bytes = manifest.nbytes
+        return self.of(manifest, self._current())
+
+    def of(self, manifest: Manifest, config: SchedulerConfig) -> SchedulerConfig:
+        """``config`` with the sizes that the settings leave open, for the tensors of ``manifest`` alone. If they are too small
+        to say anything about the job, it stays as it is."""
+        if not self._is_telling(manifest):
+            return config
         job, settings, nbytes = self._job, self._settings, manifest.nbytes
-        if nbytes < MIN_TELLING_BYTES or nbytes <= self._largest_bytes or job.workers < 2:
-            return None
-        if settings.tune is not None and self._largest_bytes > 0:
-            return None
-        self._largest_bytes = nbytes
         rates = [rate for rate in (settings.rate, known_rate(job.host)) if rate is not None]
         rate = min(rates, default=UNKNOWN_RATE)
         partition, lanes = before_first_step(
@@ -121,7 +129,10 @@ class FirstSizes:
         elif settings.credit is not None:
             partition = min(partition, max(settings.credit // lanes, MIN_TUNED_PARTITION_BYTES))
         credit = lanes * partition if settings.credit is None else settings.credit
-        return replace(self._current(), partition_bytes=partition, credit_bytes=credit)
+        return replace(config, partition_bytes=partition, credit_bytes=credit)
+
+    def _is_telling(self, manifest: Manifest) -> bool:
+        return manifest.nbytes >= MIN_TELLING_BYTES and self._job.workers > 1
 
 
 def most_seconds_per_byte(job: JobFacts, settings: Settings) -> float:

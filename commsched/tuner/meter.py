@@ -102,10 +102,12 @@ class StepTimer:
     Args:
         tell: sends a JSON value to rank 0's tuner. It is called from an engine's thread, without a lock. It may raise
             CommschedError when the session ends; the report is then dropped.
+        is_over: returns whether a group was released. Any thread may call it.
     """
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
+    def __init__(self, tell: Callable[[Any], None], is_over: Callable[[int], bool] = lambda group: False) -> None:
         self._tell = tell
+        self._is_over = is_over
         self._changed = threading.Condition()  # guards all below
         self._groups: dict[int, _Group] = {}
         self._steps = 0  # of all groups
@@ -194,6 +196,11 @@ class StepTimer:
         with self._changed:
             return [group.manifest for _, group in sorted(self._groups.items())]
 
+    def manifest_of(self, group: int) -> Manifest:
+        """The tensors of ``group``, which was added."""
+        with self._changed:
+            return self._groups[group].manifest
+
     def wait_until_training(self, steps: int) -> tuple[int, Manifest] | None:
         """Wait until the main group has begun ``steps`` steps. Returns the group and its tensors, or None if the meter was
         closed first."""
@@ -229,12 +236,12 @@ class StepTimer:
         return self._main_group() not in (group, None)
 
     def _main_group(self) -> int | None:
-        used = {
-            index: group.nbytes
-            for index, group in self._groups.items()
-            if group.steps > 1 and not group.ended and self._steps - group.last_place <= _IDLE_STEPS
-        }
+        used = {index: group.nbytes for index, group in self._groups.items() if self._is_in_use(index, group)}
         return max(used, key=used.__getitem__) if used else None
+
+    def _is_in_use(self, index: int, group: _Group) -> bool:
+        is_idle = group.ended or self._steps - group.last_place > _IDLE_STEPS
+        return group.steps > 1 and not is_idle and not self._is_over(index)
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Called with the lock held, by one thread. The engine's thread wakes it only when ``condition`` holds."""

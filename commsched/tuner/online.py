@@ -73,6 +73,7 @@ class OnlineTuner:
         self._trials = context.trials
         self._learner = context.learner
         self._say = context.say
+        self._first_sizes = context.first_sizes
         self._search = search
         self._end = end
         self._assess = assess
@@ -180,13 +181,15 @@ class OnlineTuner:
         return True
 
     def _on_other_group(self) -> None:
-        """Apply the main group's own result, or else the configuration from before any search: the result of one group may not
-        be good for another. Does nothing if nothing was ever chosen."""
-        main = self._meter.main_group()
-        config = self._before if main is None else self._kept.get(main, self._before)
-        if config is not None:
-            self._say("other tensors are trained now")
-            self._trials.apply(config)
+        """Apply the main group's own result, or else the configuration from before any search, with the sizes that its tensors
+        begin with: the result of one group may not be good for another. Does nothing if nothing was ever chosen."""
+        if self._before is None:
+            return
+        main, config = self._meter.main_group(), self._before
+        if main is not None:
+            config = self._kept.get(main) or self._first_sizes(self._meter.manifest_of(main), config)
+        self._say("other tensors are trained now")
+        self._trials.apply(config)
 
     def _give_up(self, error: Exception) -> None:
         """Report why the tuner ended. The search has already applied the configuration from before it; all ranks use it from a

@@ -220,6 +220,15 @@ def test_a_script_that_trains_nothing_is_refused(script: str, code: int, tmp_pat
     assert f"{path} ended with exit code {code}, before 31 steps of a ScheduledOptimizer (PyTorch) were over" in err
 
 
+def test_a_script_whose_steps_say_nothing_ends_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    write = "import json, os, time; open(os.environ['COMMSCHED_RECORD'], 'w').write(json.dumps({'error': 'no step'}))"
+    path.write_text(f"{write}; time.sleep(1000)")
+    failed, out, err = run_job("--model", str(path), *CLUSTER, subcommand="predict")
+    assert (failed, out) == (2, "")
+    assert f"ConfigError: the layers of {path} cannot be recorded: no step" in err
+
+
 def test_a_script_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--model", "/nope/train.py", *CLUSTER]) == 2
     assert "--model /nope/train.py: there is no such file" in capsys.readouterr().err

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -16,7 +18,7 @@ from commsched.core.errors import ConfigError
 from commsched.core.world import World
 from commsched.session import metrics
 from commsched.session.local import local_sessions
-from commsched.session.metrics import GAUGES, serve_metrics
+from commsched.session.metrics import GAUGES, MOST_REQUESTS, serve_metrics
 from commsched.session.opening import open_session
 from commsched.settings import Settings
 
@@ -44,6 +46,36 @@ def test_what_is_known_is_shown_and_nothing_when_it_has_ended(caplog: pytest.Log
     with pytest.raises(urllib.error.URLError):
         shown(port)
     assert not [thread for thread in threading.enumerate() if thread.name == "commsched-metrics"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0"])
+def test_strangers_take_a_few_threads_at_most_and_no_lines(
+    address: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They connect and say nothing, or go away in the middle."""
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.2)
+    before = set(threading.enumerate())
+    with caplog.at_level(logging.INFO, logger="commsched"):
+        end = serve_metrics(address, 0, lambda: STATS)
+    [line] = caplog.messages
+    url = line.removeprefix("metrics are at ")
+    where = address.rpartition(":")[0].strip("[]"), int(url.removesuffix("/metrics").rpartition(":")[2])
+    try:
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(socket.create_connection(where, timeout=60)) for _ in range(MOST_REQUESTS + 4)]
+            assert [each.recv(1) for each in silent] == [b""] * len(silent)  # refused, or given up after the time
+            more = [each for each in threading.enumerate() if each not in before and each.name != "commsched-metrics"]
+            assert len(more) <= MOST_REQUESTS
+        for each in more:
+            each.join(60)
+        with socket.create_connection(where, timeout=60) as reset:
+            reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            reset.sendall(b"GET ")
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            assert b"commsched_steps" in answer.read()
+    finally:
+        end()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_every_number_is_one_of_the_statistics() -> None:

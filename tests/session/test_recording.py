@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from commsched.session.session import Session
 from commsched.settings import Settings
 from commsched.simulator.profile import Profile
 from commsched.transports.open import detect_capabilities
+from commsched.tuner.meter import StepTimer
 from commsched.tuner.profiler import Profiler
 
 MANIFEST = Manifest(tuple(TensorSpec(name, (8,), "float32") for name in ("embed.weight", "head.weight", "head.bias")))
@@ -35,8 +37,17 @@ def registered(session: Session) -> TensorGroup:
 
 
 def test_the_layers_are_written_when_enough_steps_are_over(tmp_path: Path) -> None:
+    found = record_of(tmp_path / "record.json")
+    names = [layer["name"] for layer in found["profile"]["layers"]]
+    assert names == ["before forward", *(spec.name for spec in MANIFEST.tensors)]
+    assert Profile.from_record(found["profile"]).nbytes == MANIFEST.nbytes
+    assert (found["measures_norms"], found["full_wait"]) == (False, None)
+    assert found["gloo"] == detect_capabilities().gloo
+
+
+def record_of(path: Path) -> Any:
+    """What is written while a group trains."""
     [session] = local_sessions(1)
-    path = tmp_path / "record.json"
     start_recording(session, path)
     assert session.is_recorded
     group = registered(session)
@@ -45,12 +56,22 @@ def test_the_layers_are_written_when_enough_steps_are_over(tmp_path: Path) -> No
             break
         step(group)
     session.close()
-    found = json.loads(path.read_text())
-    names = [layer["name"] for layer in found["profile"]["layers"]]
-    assert names == ["before forward", *(spec.name for spec in MANIFEST.tensors)]
-    assert Profile.from_record(found["profile"]).nbytes == MANIFEST.nbytes
-    assert (found["measures_norms"], found["full_wait"]) == (False, None)
-    assert found["gloo"] == detect_capabilities().gloo
+    return json.loads(path.read_text())
+
+
+def test_why_nothing_can_be_learned_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise ``commsched predict`` would wait until training ends."""
+    monkeypatch.setattr(Profiler, "layers", lambda self, manifest: None)
+    assert record_of(tmp_path / "none") == {"error": "20 steps were observed, none of them complete"}
+    monkeypatch.setattr(Profiler, "layers", lambda self, manifest: {}["embed"])
+    assert record_of(tmp_path / "fails") == {"error": "KeyError: 'embed'"}
+
+
+def test_when_another_group_is_trained_its_steps_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait, ends = StepTimer.wait_for_steps, [False]
+    monkeypatch.setattr(StepTimer, "wait_for_steps", lambda *how: wait(*how) and (ends.pop() if ends else True))
+    assert "profile" in record_of(tmp_path / "record.json")
+    assert ends == []
 
 
 def test_a_training_that_ends_before_leaves_no_file(tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ class Job:
         may_freeze: bool = True,
         repeats: bool = True,
         shards: int = 1,
+        agreed_after: int = 0,
     ) -> None:
         self.truth = truth
         self.predicted = predicted
@@ -204,6 +205,7 @@ class Job:
         self._left = ends_after
         self._error = error
         self._waited = 0  # steps since the configuration changed
+        self._agreed_after, self._proposed = agreed_after, BEGIN
         self.may_freeze = may_freeze
         me, where = _any(self), (2, "made up", freezes, "127.0.0.1", 1, workers, servers)
         facts = JobFacts(*where, freezes=freezes, shards=shards)
@@ -244,6 +246,8 @@ class Job:
     # the meter's and the trials' part
     def wait_for_steps(self, group: int, steps: int) -> bool:
         self._waited += steps
+        if self._waited >= self._agreed_after and self.current != self._proposed:
+            self.current, self._waited = self._proposed, 0
         return self._left > 0
 
     def settle_steps(self, config: SchedulerConfig) -> int:
@@ -252,7 +256,9 @@ class Job:
     def apply(self, config: SchedulerConfig) -> None:
         self._waited = 0
         self.used.append(config)
-        self.current = config
+        self._proposed = config
+        if self._agreed_after == 0:
+            self.current = config
 
 
 def _any(value: Any) -> Any:
@@ -270,6 +276,16 @@ def test_a_good_model_needs_one_change() -> None:
     assert "chosen: steps of" in line
     assert "with partition 4.0 MB, credit 16.0 MB" in line
     assert "100 MB/s" in line
+
+
+def test_sizes_are_measured_only_when_all_ranks_use_them() -> None:
+    """A rank that is late agrees on a change late: here the steps before that are more than those that settle."""
+    late, prompt = Job(bowl(500_000, 4), bowl(500_000, 4), agreed_after=20), Job(bowl(500_000, 4), bowl(500_000, 4))
+    chosen = late.run()
+    assert chosen == prompt.run()
+    assert late.used == prompt.used
+    assert late.current == chosen.kept != BEGIN
+    assert late.lines == prompt.lines
 
 
 def test_measurements_correct_a_model_that_was_wrong() -> None:
@@ -595,15 +611,8 @@ def test_training_that_ends_while_step_times_are_measured_again_is_over() -> Non
 class LaterJob(Job):
     """A change of sizes takes effect as training goes on, and not at once."""
 
-    proposed: SchedulerConfig | None = None
-
-    def apply(self, config: SchedulerConfig) -> None:
-        self.used.append(config)
-        self.proposed = config
-
-    def wait_for_steps(self, group: int, steps: int) -> bool:
-        self.current = self.proposed or self.current
-        return super().wait_for_steps(group, steps)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, agreed_after=1, **options)
 
 
 def test_sizes_on_trial_are_given_up_if_their_steps_cannot_be_judged(caplog: pytest.LogCaptureFixture) -> None:

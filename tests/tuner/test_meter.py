@@ -244,6 +244,22 @@ def in_thread(fn: Callable[[], Any]) -> Callable[[], Any]:
     return result
 
 
+def test_a_released_group_is_not_waited_for() -> None:
+    """A smaller group takes over with its second step, and ends a window of the released one."""
+    released, told = set[int](), list[Any]()
+    meter = StepTimer(told.append, is_over=released.__contains__)
+    meter.add_group(0, manifest(100))
+    meter.add_group(1, manifest(10))
+    Engine(meter, 0).steps(1.0)
+    meter.on_switch(window(5), {0: 3})
+    released.add(0)
+    assert meter.main_group() is None
+    smaller = Engine(meter, 1)
+    smaller.steps(1.0)
+    assert meter.main_group() == 1
+    assert told == [{"trial": 5, "failed": "group 0 is not the main one any more"}]
+
+
 def test_waiting_until_training_is_under_way() -> None:
     meter, _ = metered()
     waiting = in_thread(lambda: meter.wait_until_training(5))

@@ -508,7 +508,11 @@ BEFORE = SchedulerConfig()
 class Watched:
     """A tuner on two groups, the second larger, with steps that the test makes."""
 
-    def __init__(self, *reasons: Reason | None) -> None:
+    def __init__(
+        self,
+        *reasons: Reason | None,
+        first_sizes: Callable[[Manifest, SchedulerConfig], SchedulerConfig] = lambda manifest, config: config,
+    ) -> None:
         self.meter, self.search = StepTimer(lambda report: None), Counted(*reasons)
         self.lines: list[str] = []
         self.ends: list[str] = []
@@ -520,7 +524,9 @@ class Watched:
         self.trials = TrialRunner(self, self.meter.main_group, 3)
         job = JobFacts(2, "ps", False, "127.0.0.1", 1, 2)
         learner = Learner(job, self.meter, lambda observer: lambda: None, lambda: None)
-        context = TuningContext(TRIALS, job, self.meter, self.trials, learner, lambda: BEFORE, self.lines.append)
+        context = TuningContext(
+            *(TRIALS, job, self.meter, self.trials, learner, lambda: BEFORE, self.lines.append), first_sizes=first_sizes
+        )
         self.tuner = OnlineTuner(context, lambda *how: self.search.run(*how), self.ends.append, make_drift=self._make_drift)
         self.tuner.start()
 
@@ -580,6 +586,19 @@ def test_each_stage_of_a_job_is_tuned_with_what_was_there_before() -> None:
     assert watched.applied == [BEFORE]
     assert watched.lines == ["other tensors are trained now"]
     assert watched.ends == []
+
+
+def test_a_later_stage_begins_with_sizes_of_its_own() -> None:
+    def first_sizes(described: Manifest, config: SchedulerConfig) -> SchedulerConfig:
+        return replace(config, partition_bytes=100 * described.nbytes)
+
+    watched = Watched("kept", "kept", first_sizes=first_sizes)
+    watched.begin(0)
+    watched.require_searched()
+    watched.begin(1)
+    watched.require_searched()
+    watched.end()
+    assert watched.applied == [replace(BEFORE, partition_bytes=100 * manifest(500).nbytes)]
 
 
 def test_where_nothing_is_chosen_nothing_is_said_of_other_tensors() -> None:
@@ -700,7 +719,9 @@ def test_a_job_of_two_stages_is_tuned_for_both(tmp_path: Path) -> None:
         for record in map(json.loads, (tmp_path / "tuned.jsonl").read_text().splitlines())
         if record["phase"] == "verdict"
     ]
-    assert [verdict["incumbent"] for verdict in verdicts] == [SchedulerConfig().to_record()] * 2
+    assert len(verdicts) == 2
+    assert verdicts[0]["incumbent"] == SchedulerConfig().to_record()
+    assert verdicts[1]["incumbent"]["partition_bytes"] < 1_000_000  # what its own tensors begin with
     table = Settings.load({}, {"COMMSCHED_CONFIG": str(out)}).tuned
     assert table is not None
     assert table["model"] == verdicts[1]["key"]["model"] != verdicts[0]["key"]["model"]
