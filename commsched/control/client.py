@@ -12,7 +12,7 @@ import grpc
 from ..core import timeouts
 from ..core.errors import CommschedError, PeerLost, PeerTimeout, ProtocolError, TransportError
 from ..core.interfaces import OnFailure
-from ..net.rpc import Unproven
+from ..net.rpc import Unproven, said_by
 from ..net.tls import Identity
 from ..version import __version__
 from .end import ControlEnd
@@ -197,7 +197,7 @@ class ControlClient(ControlEnd):
                 return True
             why = refusal(error, self._address)
             if why is None and isinstance(error, grpc.RpcError):
-                self._unreachable = error.details()
+                self._unreachable = said_by(error)
                 if not self._waits and "Connection refused" in self._unreachable:
                     why = PeerLost(f"rank 0 is gone: nobody listens at {self._address} any more", rank=0)
             if why is not None:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from ..core.errors import CommschedError, ConfigError, TransportError
-from ..net.rpc import Call, Unproven, make_channel
+from ..net.rpc import Call, Unproven, make_channel, said_by
 from ..net.tls import Identity, probe
 from .messages import MAX_WIRE_BYTES, METHOD, SERVICE, Heartbeat, Message, encode
 
@@ -138,7 +138,7 @@ class ControlStream:
 
 def _was_cut(error: grpc.RpcError) -> bool:
     """Whether the server accepted the connection and then ended it, as one that speaks TLS does."""
-    said = error.details() or ""
+    said = said_by(error)
     return error.code() is grpc.StatusCode.UNAVAILABLE and ("Socket closed" in said or "reset by peer" in said)
 
 
@@ -154,14 +154,14 @@ def refusal(error: grpc.RpcError | Unproven | RuntimeError | None, address: str)
     if code is grpc.StatusCode.UNAVAILABLE:
         return None
     if code is grpc.StatusCode.FAILED_PRECONDITION:
-        return ConfigError(f"rank 0 at {address} refuses this process: {error.details()}; give each job an address of its own")
+        return ConfigError(f"rank 0 at {address} refuses this process: {said_by(error)}; give each job an address of its own")
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return ConfigError(f"rank 0 at {address} refuses this token; set the same COMMSCHED_TOKEN on every rank")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return ConfigError(
             f"the program that listens at {address} is not commsched's control channel; is COMMSCHED_CONTROL right?"
         )
-    return TransportError(f"rank 0 at {address} cannot be joined: {code.name}: {error.details()}")
+    return TransportError(f"rank 0 at {address} cannot be joined: {code.name}: {said_by(error)}")
 
 
 class MessageQueue(Generic[T]):

@@ -50,6 +50,9 @@ _MIN_PATIENCE_SECONDS = 120.0
 #: The longest time that gRPC accepts.
 _MAX_MS = 2**31 - 1
 
+#: The most characters of a text that the other end of a call has written.
+_MAX_SAID = 1000
+
 #: Ended threads and expired challenges are dropped when there are this many, and then whenever their number has doubled.
 _LEAST_SWEPT = 16
 
@@ -382,6 +385,12 @@ class Call:
         self._decided.wait()
         if self._proven:
             yield from self._requests
+
+
+def said_by(error: grpc.RpcError) -> str:
+    """The text of ``error`` on one line and in printable characters: a stranger may have written it."""
+    text = error.details() or ""
+    return "".join(each if each.isprintable() else " " for each in text[:_MAX_SAID])
 
 
 class Unproven(Exception):

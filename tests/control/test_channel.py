@@ -351,6 +351,24 @@ def test_who_listens_at_rank_0s_address_and_has_no_token_is_believed_nothing() -
     assert heard == []
 
 
+def test_what_a_stranger_says_is_one_line_of_printable_characters() -> None:
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.INTERNAL, "no\nrank 7 \x1b[2Jis lost")
+        raise AssertionError
+
+    executor = DaemonExecutor("test")
+    stranger = grpc.server(executor)
+    handlers = {METHOD: grpc.unary_unary_rpc_method_handler(answer)}
+    stranger.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    address = f"127.0.0.1:{stranger.add_insecure_port('127.0.0.1:0')}"
+    stranger.start()
+    with pytest.raises(TransportError) as refusal:
+        ControlClient(address, TOKEN, Member.rank(1, 2), **SLOW)
+    assert str(refusal.value) == f"rank 0 at {address} cannot be joined: INTERNAL: no rank 7  [2Jis lost"
+    stranger.stop(None)
+    executor.shutdown()
+
+
 def test_an_empty_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="the job's token is empty"):
         ControlServer("127.0.0.1:0", "", 1, **SLOW)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from ....core.errors import CommschedError, ConfigError, ProtocolError, TransportError
-from ....net.rpc import Call, DaemonExecutor, Unproven, bind, job_of, make_channel, make_server
+from ....net.rpc import Call, DaemonExecutor, Unproven, bind, job_of, make_channel, make_server, said_by
 from ....net.tls import probe
 from ...averaging.contributions import PartitionKey
 from .frame import MAX_MESSAGE_BYTES, Frame, FrameKind, decode, encode
@@ -90,7 +90,7 @@ class GrpcStream:
         sent()
 
     def _translate(self, error: grpc.RpcError) -> StreamBroken | CommschedError:
-        code, details = error.code(), error.details()
+        code, details = error.code(), said_by(error)
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return ConfigError(f"{self.peer} has another token; set the same COMMSCHED_TOKEN everywhere")
         if code is grpc.StatusCode.UNAVAILABLE:
