@@ -122,8 +122,9 @@ class ControlEnd:
     def gather_next(self, value: Any, what: str = "") -> list[Any]:
         """:meth:`gather`, where every rank calls it for the same purposes in the same order. ``what`` states the purpose in
         errors."""
-        self._turns += 1
-        return self.gather(f"gather {self._turns}" + (f", {what}" if what else ""), value)
+        message = self._gather_of(f"gather {self._turns + 1}" + (f", {what}" if what else ""), value)
+        self._turns += 1  # not if the value is refused: the other ranks still wait in this turn
+        return self._give(message)
 
     def gather(self, tag: str, value: Any) -> list[Any]:
         """Return the JSON value of every rank, in rank order. Waits until every rank has called it with this ``tag``.
@@ -134,8 +135,15 @@ class ControlEnd:
             PeerLost: a rank left instead (the message names the rank and the tag), or a member is gone.
             UnsupportedError: ``value`` is longer than the control channel takes.
         """
+        return self._give(self._gather_of(tag, value))
+
+    def _gather_of(self, tag: str, value: Any) -> messages.Gather:
         message = messages.Gather(tag, json.dumps(value))
         self._require_short(message, f"'{tag}' would gather")
+        return message
+
+    def _give(self, message: messages.Gather) -> list[Any]:
+        tag = message.tag
         with self._changed:
             self._check()
             if self._has_left:

@@ -343,7 +343,11 @@ class Roster:
         connection = self._ranks[rank]
         self._released.add(connection)
         self._liveness.forget(connection)
-        return [Send((connection,), messages.End())]
+        sends = [Send((connection,), messages.End())]
+        if self._held is not None and self._held.get(connection, {}) is None:  # it is gone, and begins no step
+            del self._held[connection]
+            sends += self._one_answer_less()
+        return sends
 
     def _bye(self, connection: int, message: messages.Disconnect) -> list[Send]:
         member = self.members[connection]
@@ -392,6 +396,10 @@ class Roster:
         if self._held is None or self._held.get(connection, {}) is not None:
             return self.fail(ProtocolError(f"{self.members[connection]} promised steps that nobody asked for"))
         self._held[connection] = message.steps
+        return self._one_answer_less()
+
+    def _one_answer_less(self) -> list[Send]:
+        assert self._held is not None
         self._unanswered -= 1
         if self._unanswered:
             return []

@@ -16,10 +16,12 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from shutil import copyfileobj
 from typing import Any
 
 import commsched
@@ -162,6 +164,8 @@ class _ServerActor:
             raise ConfigError(
                 f"{' '.join(command)} ended with exit code {self._process.wait()}; its error is in the actor's log"
             )
+        # What nobody reads would stop the server as soon as the pipe is full.
+        threading.Thread(target=copyfileobj, args=(self._process.stdout, sys.stderr), daemon=True).start()
         return line.removeprefix(_SAYS_WHERE).strip()
 
 

@@ -167,8 +167,8 @@ def simulate(
 ) -> Outcome:
     """Simulate the training of ``profile`` on ``cluster`` under ``rules``.
 
-    With equal workers every step is like the first. The simulation of a step takes no longer for thousands of workers in one
-    class than for a few.
+    With equal workers every step is like the first, or nearly so if a norm is waited for over a parameter server. The
+    simulation of a step takes no longer for thousands of workers in one class than for a few.
 
     Args:
         shares: cache of earlier simulations with the same NICs and the same rules. It makes this simulation faster.

@@ -104,6 +104,7 @@ class WireTransport(ForwardingTransport):
 
     def release(self, group: int) -> None:
         del self._groups[group]
+        self._scattered = {key: data for key, data in self._scattered.items() if key[0] != group}
         super().release(group)
 
     def close(self, graceful: bool = True) -> None:

@@ -44,6 +44,8 @@ class Assessment:
             ``exposed_seconds`` for which ranks wait for it rather than for the network.
         seconds_per_byte: the time that the network takes for a byte of gradient.
         is_assumed: that time is not measured, but the most that a byte takes between processes of one machine.
+        has_network: averages leave the host.
+        is_shared: other groups of gradients use the network, too, so the bound is not known.
         bound_seconds: the least time of a step over all orders of sending, with these layer times and this network.
         half_seconds: the bound if gradients travelled in 16 bits; None also if they do, or cannot.
         served_seconds, servers: the bound with so many parameter servers on machines of their own; None if they would not help.
@@ -58,6 +60,8 @@ class Assessment:
     late_seconds: float = 0.0
     seconds_per_byte: float | None = None
     is_assumed: bool = False
+    has_network: bool = True
+    is_shared: bool = False
     bound_seconds: float | None = None
     half_seconds: float | None = None
     served_seconds: float | None = None
@@ -70,6 +74,11 @@ class Assessment:
         return None if self.seconds_per_byte is None else self.seconds_per_byte * self.gradient_bytes
 
     @property
+    def is_within_machine(self) -> bool:
+        """Whether the network is the memory of one machine."""
+        return self.is_assumed or not self.has_network
+
+    @property
     def shown_bound_seconds(self) -> float | None:
         """The bound, which is never above the step time: what was measured can be done."""
         return None if self.bound_seconds is None else min(self.bound_seconds, self.paced.step_seconds)
@@ -79,12 +88,14 @@ def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: Job
     """Assess the steps of the group of ``manifest``. What cannot be known from the arguments is left out.
 
     Args:
-        measured: the profile of steps with the same configuration; None if there is none.
+        measured: the profile of steps with the same configuration; None if there is none. If other groups share the network,
+            no more than its rate is told: the bound is that of one group.
     """
     nbytes = manifest.nbytes
     per_byte = None if measured is None else measured.transfer_seconds_per_byte or measured.link.seconds_per_byte
+    is_shared = measured is not None and measured.is_shared
     if paced.own_seconds is None:
-        return Assessment(paced, nbytes, seconds_per_byte=per_byte)
+        return Assessment(paced, nbytes, seconds_per_byte=None if is_shared else per_byte)
     own, step = paced.own_seconds, paced.step_seconds
     slowest_rank, late = _latest_rank(paced)
     slowest = min(own + late, step)
@@ -94,16 +105,17 @@ def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: Job
         "slowest_rank": slowest_rank or None,
         "late_seconds": slowest - own,
     }
-    if measured is None or per_byte is None:
-        return Assessment(paced, nbytes, **known)
+    if measured is None or per_byte is None or is_shared:
+        return Assessment(paced, nbytes, seconds_per_byte=per_byte, is_shared=is_shared, **known)
     if slowest > own:
         per_byte = _without_lateness(per_byte, measured, job)
     bound = _bound_of(measured, slowest, paced)
     servers = job.servers
     known["is_assumed"] = measured.is_assumed
+    known["has_network"] = job.workers > 1
     known["bound_seconds"] = bound(per_byte, servers)
     known["layers"] = _layers(manifest, measured)
-    if settings.wire == "none" and job.transport in _NARROWS and _is_float32(manifest):
+    if settings.wire == "none" and job.transport in _NARROWS and job.workers > 1 and _is_float32(manifest):
         known["half_seconds"] = bound(per_byte / 2, servers)
     now, least = bytes_factor(job.workers, servers), bytes_factor(job.workers, job.workers)
     if job.transport == "ps" and least < now:
@@ -247,11 +259,15 @@ def _what(found: Assessment) -> str:
 
 
 def _least(found: Assessment) -> str:
+    if found.is_shared:
+        return "; the bound is not known, since the gradients of several groups use the network"
     bound = found.shown_bound_seconds
     if bound is None or found.seconds_per_byte is None:
         return ""
     rate, bound_ms = _rate(found.seconds_per_byte), _ms(bound, found.paced.step_seconds)
-    network = f"at least {rate} of gradients within one machine" if found.is_assumed else f"{rate} of gradients"
+    network = f"{'at least ' if found.is_assumed else ''}{rate} of gradients"
+    if found.is_within_machine:
+        network += " within one machine"
     return f"; with this model and network ({network}) the bound is {bound_ms}"
 
 
@@ -286,7 +302,7 @@ def _setting(found: Assessment, bound: float, settings: Settings) -> list[str]:
     if bound >= (1 - WORTH_ADVICE) * step:
         return ["that is within 5 % of the bound: no other order or size of messages helps"]
     more = f"{_percent(step - bound, bound)} above the bound"
-    if found.is_assumed:
+    if found.is_within_machine:
         return [f"{more}: within one machine messages take the ranks' own processors, not a network"]
     if found.paced.config.policy != "priority":
         return [f"{more}: try policy=priority"]

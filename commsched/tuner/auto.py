@@ -133,7 +133,7 @@ class AutoChoice:
         )
         space = Space(
             self._agreed(incumbent),
-            manifest.nbytes,
+            max(1, manifest.nbytes),
             frozenset(name for name in ("partition", "credit") if getattr(settings, name) is not None),  # also in a tuned file
             largest_ratio=job.largest_ratio,
             least_ratio=job.least_ratio,

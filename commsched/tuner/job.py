@@ -46,7 +46,7 @@ class TuningJob:
         settings, incumbent = self._context.settings, self._context.current()
         job = self._context.job
         ratios = job.largest_ratio, job.least_ratio
-        space = Space(incumbent, manifest.nbytes, fixed_by(settings), settings.tune_policies, *ratios)
+        space = Space(incumbent, max(1, manifest.nbytes), fixed_by(settings), settings.tune_policies, *ratios)
         if space.dimensions == 0:
             self._context.say(
                 "tuning: nothing is left to choose; partition, credit and policy are given, or the model is too small"

@@ -69,7 +69,10 @@ class Trial:
     def from_record(cls, record: Mapping[str, Any]) -> Trial:
         window = None
         if record["status"] == "ok":
-            window = Window(record["seconds"], record["error_seconds"], record["steps"], record["rejected"])
+            seconds, error = float(record["seconds"]), float(record["error_seconds"])
+            window = Window(seconds, error, int(record["steps"]), int(record["rejected"]))
+            if (defect := window.defect()) is not None:
+                raise ValueError(defect)
         config = SchedulerConfig(**record["config"])
         return cls(record["phase"], config, window, record["took_seconds"], record["spent_steps"], record["why"])
 

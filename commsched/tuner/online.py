@@ -188,7 +188,7 @@ class OnlineTuner:
         main, config = self._meter.main_group(), self._before
         if main is not None:
             config = self._kept.get(main) or self._first_sizes(self._meter.manifest_of(main), config)
-        self._say("other tensors are trained now")
+            self._say("other tensors are trained now")
         self._trials.apply(config)
 
     def _give_up(self, error: Exception) -> None:

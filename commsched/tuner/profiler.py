@@ -24,6 +24,9 @@ _MAX_RECORDS = 100_000
 #: A busy period of this many tasks or more shows the rate of the link. A single task does not, because it waits for itself.
 _BUSY_TASKS = 4
 
+#: Another group shares the network if it has at least this share of the bytes of the profiled one.
+_SHARES_FROM = 0.01
+
 #: Bounds of a guess of the overhead of a partition, in seconds: for the parameter server, and for collectives in an agreed
 #: order, from measurements. ``_MAX_OVERHEAD`` is the largest share of the link's time.
 _PARTITION_SECONDS = (50e-6, 100e-6)
@@ -103,6 +106,8 @@ class Measured:
     ``is_assumed``: the rate of the network is the least that is known of it, because what was seen is slower.
     ``busy`` is what collectives took; None over a parameter server, where replies also wait for ranks that are late, and if
     ``is_assumed``.
+    ``is_shared``: other groups used the network in these steps, too. ``link`` and the other rates take that into account. Waits
+    do not, if tensors of two groups have one name, and so the forward's times of layers do not.
     """
 
     profile: Profile
@@ -113,6 +118,7 @@ class Measured:
     sending_seconds_per_byte: float | None = None
     is_assumed: bool = False
     busy: Busy | None = None
+    is_shared: bool = False
 
     @property
     def step_seconds(self) -> float:
@@ -161,7 +167,7 @@ class Profiler(Observer):
         self._stopped = False
         self._began: list[tuple[int, float]] = []  # step, at
         self._ready: list[tuple[int, float]] = []  # tensor, at
-        self._tasks: list[tuple[int, _Task]] = []
+        self._tasks: list[tuple[int, int, _Task]] = []  # group, step, task; of all groups, since they share the network
         self._waits: list[_Wait] = []
 
     def stop(self) -> None:
@@ -182,10 +188,10 @@ class Profiler(Observer):
             self._ready.append((tensor, at))
 
     def on_task(self, task: CommTask) -> None:
-        if task.group == self._group and self._began and not self._stopped and len(self._tasks) < _MAX_RECORDS:
+        if self._began and not self._stopped and len(self._tasks) < _MAX_RECORDS:
             # A reduce-scatter and an all-gather are half an all-reduce each.
             nbytes = task.nbytes if task.verb == ALL_REDUCE else task.nbytes / 2
-            self._tasks.append((task.step, _Task(nbytes, task.started_at, task.sent_at, task.done_at)))
+            self._tasks.append((task.group, task.step, _Task(nbytes, task.started_at, task.sent_at, task.done_at)))
 
     def on_span(self, track: str, name: str, start: float, stop: float) -> None:
         if track == "wait" and self._began and not self.full.is_set() and len(self._waits) < _MAX_RECORDS:
@@ -209,17 +215,16 @@ class Profiler(Observer):
         first tensor's wait belongs to an extra layer that waits for nothing. An engine that reads all parameters before it
         computes is represented correctly: all of forward comes after the last average.
 
-        link: the bytes divided by the time in which some task was running. This rate is too low if partitions are few and
-        large, or, over a parameter server, if other ranks are late; :meth:`Model.calibrate` corrects it with the measured step
-        time. The overhead of a partition cannot be measured with one configuration. It is a guess within known bounds, which
-        are higher for ``ordered`` transports; :func:`fitted_link` corrects it there, as soon as other sizes were measured. The
-        latency is half of what the quickest quarter of tasks takes from the end of the push to the average, without the bytes
-        of the reply: most tasks also wait for other ranks or behind other replies. A collective has no such messages, so its
-        latency counts as 0.
+        link: the bytes divided by the time in which some task of any group was running. This rate is too low if partitions are
+        few and large, or, over a parameter server, if other ranks are late; :meth:`Model.calibrate` corrects it with the
+        measured step time. The overhead of a partition cannot be measured with one configuration. It is a guess within known
+        bounds, which are higher for ``ordered`` transports; :func:`fitted_link` corrects it there, as soon as other sizes were
+        measured. The latency is half of what the quickest quarter of tasks takes from the end of the push to the average,
+        without the bytes of the reply: most tasks also wait for other ranks or behind other replies. A collective has no such
+        messages, so its latency counts as 0.
         """
         steps = self._complete_steps(manifest)
-        whole = {step for step, _ in list(self._began)[:-1]}
-        tasks = self._tasks_of(whole)
+        tasks, is_shared = self._tasks_of(list(self._began))
         link = self._link(tasks, ordered, most_seconds_per_byte)
         if not steps or link is None:
             return None
@@ -233,6 +238,7 @@ class Profiler(Observer):
             None if ordered else _sending(tasks),
             is_assumed,
             _busy(tasks)[0] if ordered and not is_assumed else None,
+            is_shared,
         )
 
     def layers(self, manifest: Manifest) -> Profile | None:
@@ -258,8 +264,19 @@ class Profiler(Observer):
             shifted = (_Wait(w.name, w.start - start, min(w.stop, stop) - start) for w in own)
             yield _Step(stop - start, tuple(at_last), tuple(shifted))
 
-    def _tasks_of(self, steps: set[int]) -> list[_Task]:
-        return [task for step, task in list(self._tasks) if step in steps and task.done_at > task.started_at]
+    def _tasks_of(self, began: Sequence[tuple[int, float]]) -> tuple[list[_Task], bool]:
+        """The tasks of the steps that have ended, and those of other groups meanwhile; and whether there are any of these.
+        Plugins' own groups, of a few bytes each, do not count."""
+        if not began:
+            return [], False
+        whole, start, stop = {step for step, _ in began[:-1]}, began[0][1], began[-1][1]
+        by_group: defaultdict[int, list[_Task]] = defaultdict(list)
+        for group, step, task in list(self._tasks):
+            if task.done_at > task.started_at and (step in whole if group == self._group else start <= task.started_at < stop):
+                by_group[group].append(task)
+        least = _SHARES_FROM * _nbytes(by_group[self._group])
+        counted = [tasks for group, tasks in by_group.items() if group == self._group or _nbytes(tasks) >= least]
+        return [task for tasks in counted for task in tasks], len(counted) > 1
 
     def _link(self, tasks: Sequence[_Task], ordered: bool, most_seconds_per_byte: float) -> LinkEstimate | None:
         bounds = _COLLECTIVE_PARTITION_SECONDS if ordered else _PARTITION_SECONDS
@@ -279,12 +296,16 @@ class Profiler(Observer):
         return LinkEstimate(per_byte, overhead, latency)
 
 
+def _nbytes(tasks: Sequence[_Task]) -> float:
+    return sum(task.nbytes for task in tasks)
+
+
 def _busy(tasks: Sequence[_Task]) -> tuple[Busy, int]:
     """The busy periods of ``tasks`` that show the rate of the link, and their number."""
     periods = _busy_periods(tasks)
     periods = [period for period in periods if len(period) >= _BUSY_TASKS] or periods
     seconds = sum(max(task.done_at for task in period) - period[0].started_at for period in periods)
-    nbytes = sum(task.nbytes for period in periods for task in period)
+    nbytes = sum(map(_nbytes, periods))
     return Busy(seconds, nbytes, sum(map(len, periods))), len(periods)
 
 

@@ -192,7 +192,7 @@ class Space:
     @property
     def _credit_is_free(self) -> bool:
         smallest = self.incumbent.partition_bytes if "partition" in self.fixed else MIN_TUNED_PARTITION_BYTES
-        return "credit" not in self.fixed and 2 * smallest <= self.total_bytes
+        return "credit" not in self.fixed and max(2, self.least_ratio) * smallest <= self.total_bytes
 
     @property
     def _policy_is_free(self) -> bool:

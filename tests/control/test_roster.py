@@ -399,6 +399,21 @@ def test_a_rank_that_left_may_end_once_every_other_has_left_or_spares_it() -> No
     assert told(roster.received(0, Gather("t", "1"), 0.0)) == "rank 1 left, but 't' waits for it"
 
 
+def test_a_rank_that_is_let_go_need_not_promise_steps() -> None:
+    roster = joined(3)
+    assert roster.received(0, Propose({"credit": 1}, {}), 0.0) == [Send((0, 1, 2), Prepare())]
+    roster.received(1, Leave(), 0.0)
+    roster.received(1, Part(), 0.0)
+    roster.received(0, Prepared({0: 3}), 0.0)
+    roster.received(2, Prepared({0: 4}), 0.0)
+    roster.received(0, Released(1), 0.0)
+    assert roster.received(2, Released(1), 0.0) == [
+        Send((1,), End()),
+        Send((0, 2), Commit({"credit": 1}, {0: 4}, {})),
+    ]
+    assert roster.received(0, Propose({"credit": 2}, {}), 0.0) == [Send((0, 2), Prepare())]
+
+
 def test_the_last_to_leave_lets_go_of_who_would_end() -> None:
     roster = joined(3)
     roster.received(1, Leave(), 0.0)

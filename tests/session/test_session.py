@@ -23,7 +23,7 @@ import commsched
 from commsched import SchedulerConfig, Session
 from commsched.control.events import Listener
 from commsched.core.core import Core
-from commsched.core.errors import FORKED, CommschedError, ConfigError, PeerLost, PeerTimeout, TransportError
+from commsched.core.errors import FORKED, CommschedError, ConfigError, PeerLost, PeerTimeout, TransportError, UnsupportedError
 from commsched.core.finite import LASTING_STEPS
 from commsched.core.interfaces import Completion, ForwardingTransport, Observer, Transport
 from commsched.core.manifest import Manifest, TensorSpec
@@ -159,6 +159,23 @@ def test_gather_is_in_rank_order_and_may_be_repeated() -> None:
         ranks(4, lambda s: [s.gather({"rank": s.rank}), s.gather(s.rank)])
         == [[[{"rank": r} for r in range(4)], [0, 1, 2, 3]]] * 4
     )
+
+
+def test_a_value_that_is_refused_may_be_given_again() -> None:
+    def rank_loop(rank: int) -> list[Any]:
+        if rank == 1:
+            with pytest.raises(TypeError):
+                sessions[rank].gather(object())
+            with pytest.raises(UnsupportedError):
+                sessions[rank].gather("x" * 70_000_000)
+        return [sessions[rank].gather(value)[1] for value in (1, 2)]
+
+    sessions = local_sessions(2)
+    try:
+        assert run_world(2, rank_loop) == [[1, 2]] * 2
+    finally:
+        for session in sessions:
+            session.abort("the test is over")
 
 
 def test_a_gather_that_a_rank_does_not_take_part_in_says_what_it_is_for() -> None:

@@ -201,6 +201,22 @@ def test_an_engine_that_shows_no_waits_and_steps_without_a_profile_leave_out_wha
     ]
 
 
+def test_what_is_not_known_of_groups_that_share_the_network_is_left_out() -> None:
+    found = assess(paced(0.6), MANIFEST, measured(25, is_shared=True), job(), Settings())
+    assert found.seconds_per_byte == 1 / 25e6
+    assert in_words(found, Settings()) == [
+        "after 24 steps, a step takes 600.0 ms: 300.0 ms of computation and 300.0 ms of exposed communication (50 %); the bound "
+        "is not known, since the gradients of several groups use the network"
+    ]
+    assert words(paced(0.6, None), measured(25, is_shared=True)) == ["after 24 steps, a step takes 600.0 ms"]
+
+
+def test_ranks_of_one_host_have_no_network_to_relieve() -> None:
+    first, second = words(paced(0.6), measured(200), job(4, workers=1), partition="1MB")
+    assert "with this model and network (200 MB/s of gradients within one machine) the bound is" in first
+    assert second.endswith("above the bound: within one machine messages take the ranks' own processors, not a network")
+
+
 def test_a_bound_above_the_step_itself_is_shown_as_the_step() -> None:
     first, second = words(paced(0.40), measured(25))
     assert first.endswith("the bound is 400.0 ms")

@@ -145,6 +145,14 @@ def test_a_line_that_lacks_something_is_refused_by_its_number(path: Path) -> Non
         Journal(path, KEY)
 
 
+@pytest.mark.parametrize("seconds", [0, float("nan"), "soon", None])
+def test_a_line_with_a_time_that_cannot_be_is_refused_by_its_number(path: Path, seconds: object) -> None:
+    record = {"schema": 1, "key": KEY, "trial": 0, **TRIALS[0].to_record()}
+    path.write_text(json.dumps({**record, "seconds": seconds}) + "\n")
+    with pytest.raises(ConfigError, match="line 1, is not a line of a journal of tuning"):
+        Journal(path, KEY)
+
+
 def test_it_can_start_over(path: Path, open_journal: Open) -> None:
     journal = open_journal()
     journal.add(TRIALS[0])

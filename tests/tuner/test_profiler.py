@@ -177,6 +177,27 @@ def test_the_rate_is_that_of_busy_times():
     assert link.partition_seconds == 50e-6
 
 
+@pytest.mark.parametrize(("nbytes", "is_shared"), [(10_000, True), (10, False)])
+def test_the_bytes_of_another_group_use_the_network_too_and_those_of_flags_do_not_count(nbytes, is_shared):
+    """Tasks of the two groups take turns."""
+    profiler = Profiler(0, 1)
+    profiler.on_task(make_task(4, 0, nbytes, -1.0, 1e3, group=1))  # of before
+    step(profiler, 0, 0.0)
+    for index in range(12):
+        own = index % 2 == 0
+        taken = 0.01 if own or is_shared else 1e-5
+        started = 0.01 * index
+        profiler.on_task(
+            make_task(0, index, 10_000 if own else nbytes, started, started + taken * (2 if own else 1), group=int(not own))
+        )
+    profiler.on_step(0, 1, 20.0)
+    profiler.on_task(make_task(5, 0, nbytes, 20.0, 30.0, group=1))
+    found = profiler.result(MANIFEST)
+    assert found.is_shared == is_shared
+    partitions = 12 if is_shared else 6
+    assert found.link.seconds_per_byte == pytest.approx((0.12 - partitions * 50e-6) / (10_000 * partitions), rel=0.02)
+
+
 def test_a_quick_lone_task_bounds_what_a_partition_costs():
     tasks = [(10_000, 0.01 * index, 0.01 * (index + 2)) for index in range(6)]
     per_byte = 0.07 / 60_000

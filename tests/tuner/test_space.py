@@ -24,6 +24,7 @@ SPACES = st.builds(
     total_bytes=st.integers(1, 10**12),
     fixed=st.frozensets(st.sampled_from(["partition", "credit", "policy"])),
     policies=st.lists(st.sampled_from(policy_names()), max_size=4).map(tuple),
+    least_ratio=st.sampled_from([1, 1, 4, 12]),
 )
 
 
