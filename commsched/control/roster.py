@@ -344,8 +344,8 @@ class Roster:
         self._released.add(connection)
         self._liveness.forget(connection)
         sends = [Send((connection,), messages.End())]
-        if self._held is not None and self._held.get(connection, {}) is None:  # it is gone, and begins no step
-            del self._held[connection]
+        if self._held is not None and connection in self._held and self._held[connection] is None:
+            del self._held[connection]  # it begins no step
             sends += self._one_answer_less()
         return sends
 
@@ -404,7 +404,7 @@ class Roster:
         if self._unanswered:
             return []
         promises = [steps for steps in self._held.values() if steps is not None]
-        asked, self._held = tuple(self._held), None
+        asked, self._held = tuple(each for each in self._held if each not in self._released), None
         proposal = self._proposals.popleft()
         commit = messages.Commit(proposal.config, first_common_steps(promises), proposal.window)
         return [Send(asked, commit), *self._ask()]

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from shutil import copyfileobj
 from typing import Any
 
 import commsched
@@ -165,7 +164,7 @@ class _ServerActor:
                 f"{' '.join(command)} ended with exit code {self._process.wait()}; its error is in the actor's log"
             )
         # What nobody reads would stop the server as soon as the pipe is full.
-        threading.Thread(target=copyfileobj, args=(self._process.stdout, sys.stderr), daemon=True).start()
+        threading.Thread(target=sys.stderr.writelines, args=(self._process.stdout,), daemon=True).start()
         return line.removeprefix(_SAYS_WHERE).strip()
 
 

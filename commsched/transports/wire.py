@@ -104,7 +104,9 @@ class WireTransport(ForwardingTransport):
 
     def release(self, group: int) -> None:
         del self._groups[group]
-        self._scattered = {key: data for key, data in self._scattered.items() if key[0] != group}
+        for key in list(self._scattered):  # other threads add theirs meanwhile
+            if key[0] == group:
+                self._scattered.pop(key, None)
         super().release(group)
 
     def close(self, graceful: bool = True) -> None:

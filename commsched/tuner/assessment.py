@@ -71,7 +71,7 @@ class Assessment:
     @property
     def communication_seconds(self) -> float | None:
         """The time for which the network is busy in a step."""
-        return None if self.seconds_per_byte is None else self.seconds_per_byte * self.gradient_bytes
+        return None if self.seconds_per_byte is None or self.is_shared else self.seconds_per_byte * self.gradient_bytes
 
     @property
     def is_within_machine(self) -> bool:
@@ -89,13 +89,13 @@ def assess(paced: Paced, manifest: Manifest, measured: Measured | None, job: Job
 
     Args:
         measured: the profile of steps with the same configuration; None if there is none. If other groups share the network,
-            no more than its rate is told: the bound is that of one group.
+            only its rate is kept, since the bound and the time for which it is busy would be those of one group.
     """
     nbytes = manifest.nbytes
     per_byte = None if measured is None else measured.transfer_seconds_per_byte or measured.link.seconds_per_byte
     is_shared = measured is not None and measured.is_shared
     if paced.own_seconds is None:
-        return Assessment(paced, nbytes, seconds_per_byte=None if is_shared else per_byte)
+        return Assessment(paced, nbytes, seconds_per_byte=per_byte, is_shared=is_shared)
     own, step = paced.own_seconds, paced.step_seconds
     slowest_rank, late = _latest_rank(paced)
     slowest = min(own + late, step)

@@ -51,6 +51,9 @@ EQUAL_TIMES = 0.005
 #: 0.47 MB took 1 % longer than those of 0.24 MB (8 workers over gloo), where the simulation says 0.2 %.
 EQUAL_TIMES_OF_COLLECTIVES = 0.002
 
+#: The most steps for which an agreement on a change is awaited. It takes one or two, unless a rank is held up.
+MOST_STEPS_TO_AGREE = 100
+
 #: Steps with one size do not tell what a partition costs from what a byte costs. So if nothing better is found, partitions that
 #: are larger than the fastest are measured too, unless partitions as large were measured already: by the first of these factors
 #: by which a step is predicted to take longer by at most that share. Where the processors were short, 4 workers on two cores
@@ -316,17 +319,19 @@ class AutoChoice:
     def _use(self, group: int, config: SchedulerConfig) -> bool:
         """Apply ``config``, and :meth:`_settle`."""
         self._used.append(config)
-        before = self._context.current()
         self._context.trials.apply(config)
-        while self._context.current() == before != config:  # until all ranks have agreed on it
-            if not self._context.meter.wait_for_steps(group, 1):
-                return False
         return self._settle(group, config)
 
     def _settle(self, group: int, config: SchedulerConfig) -> bool:
-        """Wait until ``config``, which was applied, is in use, and its first steps are over. False if training ended first, or
-        other tensors are trained."""
-        return self._context.meter.wait_for_steps(group, self._context.trials.settle_steps(config))
+        """Wait until all ranks have agreed on what was applied last, and the first steps with ``config`` are over. False if
+        training ended first, or other tensors are trained."""
+        context = self._context
+        for _ in range(MOST_STEPS_TO_AGREE):  # somebody else may have changed the configuration since
+            if context.trials.applied in (None, context.current()):
+                break
+            if not context.meter.wait_for_steps(group, 1):
+                return False
+        return context.meter.wait_for_steps(group, context.trials.settle_steps(config))
 
     def _line(self, kept: SchedulerConfig, link: LinkEstimate | None) -> str:
         describe = describe_config if self._chooses_sizes else _describe_order

@@ -185,7 +185,7 @@ class Learner:
         Raises:
             NothingMeasured: no step was complete, or nothing was sent.
         """
-        profiler = Profiler(group, PROFILE_STEPS)
+        profiler = Profiler(group, PROFILE_STEPS, self._meter.has_group)
         forget = self._watch(profiler)
         try:
             goes_on = self._meter.wait_for_steps(group, PROFILE_TAKES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import accumulate, pairwise
 from statistics import median
@@ -153,21 +153,23 @@ class _Step:
 
 class Profiler(Observer):
     """An observer of the first ``steps`` steps of one group that begin after the profiler was made. Any thread may call it.
+    ``has_gradients`` says of another group whether gradients are in it, which use the network as those of ``group`` do.
 
     ``full`` is set when these steps have ended, or by :meth:`stop`. After that nothing is recorded, except tasks that were
     still running when the last step ended.
     """
 
-    def __init__(self, group: int, steps: int = 5) -> None:
+    def __init__(self, group: int, steps: int = 5, has_gradients: Callable[[int], bool] = lambda group: False) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps}: at least 1")
         self.full = threading.Event()
         self._group = group
+        self._has_gradients = has_gradients
         self._most_steps = steps
         self._stopped = False
         self._began: list[tuple[int, float]] = []  # step, at
         self._ready: list[tuple[int, float]] = []  # tensor, at
-        self._tasks: list[tuple[int, int, _Task]] = []  # group, step, task; of all groups, since they share the network
+        self._tasks: list[tuple[int, int, _Task]] = []  # group, step, task
         self._waits: list[_Wait] = []
 
     def stop(self) -> None:
@@ -188,7 +190,9 @@ class Profiler(Observer):
             self._ready.append((tensor, at))
 
     def on_task(self, task: CommTask) -> None:
-        if self._began and not self._stopped and len(self._tasks) < _MAX_RECORDS:
+        if not self._began or self._stopped or len(self._tasks) >= _MAX_RECORDS:
+            return
+        if task.group == self._group or self._has_gradients(task.group):
             # A reduce-scatter and an all-gather are half an all-reduce each.
             nbytes = task.nbytes if task.verb == ALL_REDUCE else task.nbytes / 2
             self._tasks.append((task.group, task.step, _Task(nbytes, task.started_at, task.sent_at, task.done_at)))
@@ -265,8 +269,7 @@ class Profiler(Observer):
             yield _Step(stop - start, tuple(at_last), tuple(shifted))
 
     def _tasks_of(self, began: Sequence[tuple[int, float]]) -> tuple[list[_Task], bool]:
-        """The tasks of the steps that have ended, and those of other groups meanwhile; and whether there are any of these.
-        Plugins' own groups, of a few bytes each, do not count."""
+        """The tasks of the steps that have ended, and those of other groups meanwhile; and whether there are any of these."""
         if not began:
             return [], False
         whole, start, stop = {step for step, _ in began[:-1]}, began[0][1], began[-1][1]
@@ -274,6 +277,8 @@ class Profiler(Observer):
         for group, step, task in list(self._tasks):
             if task.done_at > task.started_at and (step in whole if group == self._group else start <= task.started_at < stop):
                 by_group[group].append(task)
+        if not by_group[self._group]:
+            return [], False
         least = _SHARES_FROM * _nbytes(by_group[self._group])
         counted = [tasks for group, tasks in by_group.items() if group == self._group or _nbytes(tasks) >= least]
         return [task for tasks in counted for task in tasks], len(counted) > 1

@@ -205,7 +205,7 @@ class Job:
         self._left = ends_after
         self._error = error
         self._waited = 0  # steps since the configuration changed
-        self._agreed_after, self._proposed = agreed_after, BEGIN
+        self._agreed_after, self.applied = agreed_after, BEGIN
         self.may_freeze = may_freeze
         me, where = _any(self), (2, "made up", freezes, "127.0.0.1", 1, workers, servers)
         facts = JobFacts(*where, freezes=freezes, shards=shards)
@@ -246,8 +246,8 @@ class Job:
     # the meter's and the trials' part
     def wait_for_steps(self, group: int, steps: int) -> bool:
         self._waited += steps
-        if self._waited >= self._agreed_after and self.current != self._proposed:
-            self.current, self._waited = self._proposed, 0
+        if self._waited >= self._agreed_after and self.current != self.applied:
+            self.current, self._waited = self.applied, 0
         return self._left > 0
 
     def settle_steps(self, config: SchedulerConfig) -> int:
@@ -256,7 +256,7 @@ class Job:
     def apply(self, config: SchedulerConfig) -> None:
         self._waited = 0
         self.used.append(config)
-        self._proposed = config
+        self.applied = config
         if self._agreed_after == 0:
             self.current = config
 
@@ -280,11 +280,13 @@ def test_a_good_model_needs_one_change() -> None:
 
 def test_sizes_are_measured_only_when_all_ranks_use_them() -> None:
     """A rank that is late agrees on a change late: here the steps before that are more than those that settle."""
-    late, prompt = Job(bowl(500_000, 4), bowl(500_000, 4), agreed_after=20), Job(bowl(500_000, 4), bowl(500_000, 4))
-    chosen = late.run()
-    assert chosen == prompt.run()
+    late, prompt = Job(*[bowl(500_000, 4)] * 4, agreed_after=20), Job(*[bowl(500_000, 4)] * 4)
+    for job in (late, prompt):
+        first = job.run()
+        assert job.current == first.kept != BEGIN
+        job.apply(BEGIN)  # as when other tensors are trained, just before the next choice
+        assert job.run() == first
     assert late.used == prompt.used
-    assert late.current == chosen.kept != BEGIN
     assert late.lines == prompt.lines
 
 

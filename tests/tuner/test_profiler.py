@@ -177,10 +177,31 @@ def test_the_rate_is_that_of_busy_times():
     assert link.partition_seconds == 50e-6
 
 
+def test_what_plugins_send_besides_gradients_is_not_counted():
+    """Flags may be many bytes beside those of small tensors."""
+    tasks = [(10_000, 0.01 * index, 0.01 * (index + 1)) for index in range(6)]
+    alone = link_of(tasks)
+    profiler = Profiler(0, 1, [0, 1].__contains__)
+    step(profiler, 0, 0.0, tasks=tasks)
+    for index in range(6):
+        profiler.on_task(make_task(0, index, 9_000, 0.01 * index, 0.5, group=2))
+    profiler.on_step(0, 1, 20.0)
+    found = profiler.result(MANIFEST)
+    assert (found.link, found.is_shared) == (alone, False)
+
+
+def test_where_only_another_group_sends_nothing_is_measured():
+    profiler = Profiler(0, 1, [0, 1].__contains__)
+    step(profiler, 0, 0.0)
+    profiler.on_task(make_task(0, 0, 1000, 1.0, 2.0, group=1))
+    profiler.on_step(0, 1, 20.0)
+    assert profiler.result(MANIFEST) is None
+
+
 @pytest.mark.parametrize(("nbytes", "is_shared"), [(10_000, True), (10, False)])
-def test_the_bytes_of_another_group_use_the_network_too_and_those_of_flags_do_not_count(nbytes, is_shared):
+def test_the_bytes_of_another_group_use_the_network_too_unless_they_are_few(nbytes, is_shared):
     """Tasks of the two groups take turns."""
-    profiler = Profiler(0, 1)
+    profiler = Profiler(0, 1, [0, 1].__contains__)
     profiler.on_task(make_task(4, 0, nbytes, -1.0, 1e3, group=1))  # of before
     step(profiler, 0, 0.0)
     for index in range(12):
