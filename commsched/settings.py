@@ -121,7 +121,7 @@ def _metrics(value: object, key: str) -> str:
     try:
         return parse_address(f"127.0.0.1:{text}" if text.isdecimal() else text, key)
     except ConfigError:
-        raise ConfigError(f"{key}={value!r} is not a port; write it like 9400, or 0.0.0.0:9400") from None
+        raise ConfigError(f"{key}={value!r} is not a port; write it like 9400, 0.0.0.0:9400 or [::]:9400") from None
 
 
 def _addresses(value: object, key: str) -> tuple[str, ...]:

@@ -55,9 +55,10 @@ def record_script(script: Path, arguments: Sequence[str], environ: Mapping[str, 
     if found is None and code - 128 in _STOPS:
         raise KeyboardInterrupt
     if found is None:
+        hint = "its own error is above" if code else "is line 2 in it, and does it train for long enough?"
         raise ConfigError(
             f"{script} ended with exit code {code}, before {STEPS_TO_RECORD} steps of a ScheduledOptimizer (PyTorch) were "
-            "over. Is line 2 in it, and does it train for long enough?"
+            f"over; {hint}"
         )
     if "error" in found:
         raise ConfigError(f"the layers of {script} cannot be recorded: {found['error']}")

@@ -21,6 +21,7 @@ from ..core.errors import (
     ProtocolError,
     TransportError,
     UnsupportedError,
+    encodable,
     error_text,
     from_record,
     ranks_text,
@@ -122,7 +123,7 @@ class ControlEnd:
     def gather_next(self, value: Any, what: str = "") -> list[Any]:
         """:meth:`gather`, where every rank calls it for the same purposes in the same order. ``what`` states the purpose in
         errors."""
-        message = self._gather_of(f"gather {self._turns + 1}" + (f", {what}" if what else ""), value)
+        message = self._gather_of(f"gather {self._turns + 1}" + (f", {encodable(what)}" if what else ""), value)
         self._turns += 1  # not if the value is refused: the other ranks still wait in this turn
         return self._give(message)
 

@@ -21,13 +21,13 @@ def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
 def error_text(error: BaseException) -> str:
     """``error`` as messages name it: "ValueError: bad data". Only its type if it says nothing, as KeyboardInterrupt does."""
     try:
-        text = _encodable(str(error).rstrip())
+        text = encodable(str(error).rstrip())
     except Exception:  # the class is the user's, and so is its __str__
         text = "<exception str() failed>"  # as Python says it
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """``text`` with escapes for what UTF-8 cannot carry to another rank, such as the bytes of a file name that are no text."""
     return text.encode(errors="backslashreplace").decode()
 
@@ -127,10 +127,10 @@ _BY_NAME: dict[str, type[CommschedError]] = {
 def to_record(error: BaseException) -> dict[str, str]:
     """``error`` as strings that may be sent: the name of its class, its message, and its known fields."""
     name = type(error).__name__
-    known = {"type": name, "message": _encodable(str(error))} if name in _BY_NAME else {}
+    known = {"type": name, "message": encodable(str(error))} if name in _BY_NAME else {}
     record = known or {"type": "TransportError", "message": error_text(error)}
     fields = {field: getattr(error, field, None) for field in (*_NUMBERS, "tensor")}
-    return {**record, **{field: _encodable(str(value)) for field, value in fields.items() if value is not None}}
+    return {**record, **{field: encodable(str(value)) for field, value in fields.items() if value is not None}}
 
 
 def from_record(record: dict[str, str]) -> CommschedError:

@@ -74,6 +74,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     """A thread for each request, at most :data:`MOST_REQUESTS`."""
 
     daemon_threads = True
+    request_queue_size = 128  # of connections to be accepted, while training has the processors
 
     def __init__(self, *arguments: Any) -> None:
         self._free = threading.BoundedSemaphore(MOST_REQUESTS)

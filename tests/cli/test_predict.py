@@ -217,7 +217,8 @@ def test_a_script_that_trains_nothing_is_refused(script: str, code: int, tmp_pat
     path.write_text(script)
     failed, out, err = run_job("--model", str(path), *CLUSTER, subcommand="predict")
     assert (failed, out) == (2, "")
-    assert f"{path} ended with exit code {code}, before 31 steps of a ScheduledOptimizer (PyTorch) were over" in err
+    hint = "its own error is above" if code else "is line 2 in it, and does it train for long enough?"
+    assert f"{path} ended with exit code {code}, before 31 steps of a ScheduledOptimizer (PyTorch) were over; {hint}" in err
 
 
 def test_a_script_whose_steps_say_nothing_ends_at_once(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_port_alone_is_for_this_machine_only(text: str, address: str) -> None:
 
 def test_what_is_no_port_is_refused() -> None:
     for text in ("99999", "here", ":9400"):
-        with pytest.raises(ConfigError, match=r"is not a port; write it like 9400, or 0\.0\.0\.0:9400"):
+        with pytest.raises(ConfigError, match=r"is not a port; write it like 9400, 0\.0\.0\.0:9400 or \[::\]:9400"):
             Settings.load({"metrics": text}, {})
 
 

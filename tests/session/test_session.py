@@ -165,10 +165,10 @@ def test_a_value_that_is_refused_may_be_given_again() -> None:
     def rank_loop(rank: int) -> list[Any]:
         if rank == 1:
             with pytest.raises(TypeError):
-                sessions[rank].gather(object())
+                sessions[rank].gather(object(), "a file \udcff")
             with pytest.raises(UnsupportedError):
                 sessions[rank].gather("x" * 70_000_000)
-        return [sessions[rank].gather(value)[1] for value in (1, 2)]
+        return [sessions[rank].gather(value, "a file \udcff")[1] for value in (1, 2)]
 
     sessions = local_sessions(2)
     try:
