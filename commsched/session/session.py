@@ -176,8 +176,8 @@ class Session:
         """Return the value of every rank, in rank order. Blocks until every rank has called. Collective.
 
         ``what`` states the purpose in errors ("to make an optimizer"); it must be the same on all ranks.
-        Values are small JSON values: tuples come back as lists, keys as strings, and arrays and tensors are refused. Equal values
-        may come back as one object.
+        Values are small JSON values: tuples come back as lists, keys as strings, and arrays and tensors are refused. Equal
+        values may come back as one object.
 
         Raises:
             TypeError, ValueError, RecursionError: ``value`` cannot be written as JSON; on this rank only.
