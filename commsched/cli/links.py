@@ -243,9 +243,14 @@ class Desk:
             thread = threading.Thread(
                 target=self._meet, args=(accepted, f"{host}:{port}"), name="commsched-launcher", daemon=True
             )
-            with self._lock:  # close() joins those that are started
-                thread.start()
-                self._threads.add(thread)
+            try:
+                with self._lock:  # close() joins those that are started
+                    thread.start()
+                    self._threads.add(thread)
+            except RuntimeError:  # there can be no more threads now; the launcher tries again
+                with self._lock:
+                    self._outstanding.pop(accepted, None)
+                accepted.close()
 
     def _make_room(self, accepted: socket.socket, host: str) -> None:
         """If too many connections have not proved themselves yet, end the oldest one of the host that has most of them. A

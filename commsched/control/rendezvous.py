@@ -217,7 +217,7 @@ def find(world: World, settings: Settings, path: Path) -> Endpoint:
     deadline = time.monotonic() + settings.join_within
     unreadable: Exception | None = None
     while time.monotonic() < deadline:
-        if path.exists():
+        if os.path.isdir(path.parent):
             _require_private(path.parent)
         try:
             found, unreadable = _read(path), None
@@ -238,9 +238,15 @@ def _read(path: Path) -> Endpoint | None:
     """The endpoint in the file; None if there is no file, or if it is from an earlier job or session. A file that is not one of
     ours may raise any of the exceptions that ``find`` catches."""
     try:
-        found = json.loads(path.read_text())
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    with open(descriptor) as file:
+        # The directory may have been another one a moment ago.
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise ValueError("it is not a file that only this user can write")
+        found = json.load(file)
     meeting = Endpoint(parse_address(found["address"]), str(found["token"]))
     if _started(int(found["pid"])) != int(found["started"]):
         return None
@@ -285,9 +291,10 @@ def own_host(settings: Settings, control_address: str) -> str:
             with socket.socket(family, kind, protocol) as probe:  # sends nothing: only asks for the route
                 probe.connect(where)
                 return str(probe.getsockname()[0])
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name with an empty part
             if time.monotonic() >= deadline:
-                raise ConfigError(f"control={control_address!r} cannot be reached: {error.strerror or error}") from error
+                why = getattr(error, "strerror", None) or error
+                raise ConfigError(f"control={control_address!r} cannot be reached: {why}") from error
         time.sleep(0.2)  # polls only while joining: names and routes may come up late
 
 
@@ -363,8 +370,8 @@ def _given(world: World, settings: Settings, token: str | None) -> Endpoint:
 
 
 def _require_private(directory: Path) -> None:
-    status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    link, status = directory.lstat(), directory.stat()
+    if link.st_uid not in (os.getuid(), 0) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"{directory} may be written by other users; set COMMSCHED_RENDEZVOUS to a file in a directory of yours"
         )

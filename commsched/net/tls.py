@@ -239,18 +239,25 @@ class TlsSocket:
 
     def recv(self, nbytes: int) -> bytes:
         """Receive as a socket does. Raises NotOfThisJob if the other end refuses this process, after the handshake."""
-        while True:
-            try:
-                return self._tls.read(nbytes)
-            except ssl.SSLWantReadError:
-                data = self.socket.recv(_CHUNK_BYTES)
-                if not data:
-                    return b""
-                self._incoming.write(data)
-            except ssl.SSLError as error:
-                if "ALERT" in (error.reason or ""):
-                    raise NotOfThisJob(self._explain(error)) from error
-                raise
+        seconds = self.socket.gettimeout()
+        deadline = None if seconds is None else time.monotonic() + seconds
+        try:
+            while True:
+                try:
+                    return self._tls.read(nbytes)
+                except ssl.SSLWantReadError:
+                    if deadline is not None:  # for a whole record: its bytes may come one by one
+                        self.socket.settimeout(_remaining(deadline))
+                    data = self.socket.recv(_CHUNK_BYTES)
+                    if not data:
+                        return b""
+                    self._incoming.write(data)
+                except ssl.SSLError as error:
+                    if "ALERT" in (error.reason or ""):
+                        raise NotOfThisJob(self._explain(error)) from error
+                    raise
+        finally:
+            self.socket.settimeout(seconds)
 
     def sendall(self, data: bytes) -> None:
         self.socket.sendall(self.encrypted(data))

@@ -113,6 +113,22 @@ def test_a_file_that_others_may_replace_is_not_believed(tmp_path: Path, listenin
         find(HERE, Settings(join_within=60), path)
 
 
+@pytest.mark.parametrize("how", ["link", "others may write", "fifo"])
+def test_a_file_that_somebody_else_may_have_put_there_is_not_believed(tmp_path: Path, listening: str, how: str) -> None:
+    path, other = tmp_path / "job" / "control.json", tmp_path / "other" / "control.json"
+    publish(other, Endpoint(listening, "secret"))
+    path.parent.mkdir(mode=0o700)
+    if how == "link":
+        path.symlink_to(other)
+    elif how == "fifo":
+        os.mkfifo(path)
+    else:
+        other.rename(path)
+        path.chmod(0o666)
+    with pytest.raises(ConfigError, match=r"the rendezvous file .*/job/control.json cannot be read"):
+        find(HERE, Settings(join_within=0.1), path)
+
+
 def test_a_token_that_is_set_counts_and_not_that_of_the_file(tmp_path: Path, listening: str) -> None:
     publish(tmp_path / "control.json", Endpoint(listening, "secret"))
     assert find(HERE, Settings(token="set"), tmp_path / "control.json") == Endpoint(listening, "set")

@@ -224,6 +224,26 @@ def pair() -> Iterator[tuple[TlsSocket, TlsSocket]]:
         yield ends
 
 
+def test_a_record_that_comes_byte_by_byte_is_not_waited_for_longer_than_the_limit() -> None:
+    enough = threading.Event()
+
+    def drip(end: TlsSocket) -> None:
+        for byte in end.encrypted(bytes(200)):
+            end.socket.sendall(bytes([byte]))
+            if enough.wait(0.05):
+                return
+
+    with pair() as (ours, theirs):
+        thread = threading.Thread(target=drip, args=(theirs,))
+        thread.start()
+        ours.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            ours.recv(1)
+        assert ours.socket.gettimeout() == 0.2
+        enough.set()
+        thread.join(SECONDS)
+
+
 def decrypt(end: TlsSocket, arrived: bytes, nbytes: int) -> bytes:
     memory = memoryview(bytearray(nbytes))
     end.arrived(memoryview(arrived))

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest as checksum
 from ....core.errors import ConfigError, ProtocolError
 from ....core.manifest import ITEMSIZE
 from ....core.scheduler import MAX_PARTITION_BYTES
-from ....settings import MAX_FLOWS
+from ....settings import MAX_FLOWS, parse_address
 from ...averaging.contributions import PartitionKey
 from ...averaging.reduce import Bytes
 from ...backend import Contributors, TransportContext
@@ -260,7 +260,7 @@ class WorkerHello:
         Raises:
             ProtocolError: ``record`` does not have the form that :meth:`to_record` gives.
             ConfigError: the rank is not below the world size, the world size is above :data:`MAX_RANKS`, or ``members``,
-                ``divisor``, ``flow`` or ``flows`` cannot be.
+                ``divisor``, ``flow``, ``flows`` or ``control_address`` cannot be.
         """
         wanted = {f.name for f in fields(cls)}
         if not isinstance(record, dict) or record.keys() != wanted:
@@ -277,6 +277,8 @@ class WorkerHello:
             raise ConfigError(f"a hello says that there are {record['world_size']} ranks; the limit is {MAX_RANKS}")
         if not record["flow"] < record["flows"] <= MAX_FLOWS:
             raise ConfigError(f"a hello is of flow {record['flow']} of {record['flows']}; the limit is {MAX_FLOWS}")
+        if address is not None:
+            parse_address(address, "the address of rank 0 in a hello")
         hello = cls(**{**record, "members": None if members is None else tuple(members)})
         if hello.rank >= hello.world_size:
             raise ConfigError(f"rank {hello.rank} is not below its world size of {hello.world_size}")

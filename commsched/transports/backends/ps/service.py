@@ -141,7 +141,10 @@ class Service:
             _refuse(worker, error)
         except CommschedError as error:
             _refuse(worker, error)
-            self.fail(error)
+            if self._is_foreign(worker):
+                log.warning("%s refused %s: %s", self._name, worker, error)
+            else:
+                self.fail(error)
         except Exception as error:
             log.exception("%s failed", self._name)
             self.fail(TransportError(f"{self._name} failed: {error_text(error)}"))
@@ -152,6 +155,11 @@ class Service:
                 self._workers.remove(worker)
                 if self._reserved_by is worker and not self._greeted:  # nobody of that job will come
                     self._job = self._reserved_by = None
+
+    def _is_foreign(self, worker: _Worker) -> bool:
+        """Whether ``worker`` has not said hello, and is of another job than the one in hand."""
+        with self._lock:
+            return worker.rank is None and self._job is not None and worker.job != self._job
 
     def fail(self, error: CommschedError) -> None:
         """End the job: report the first failure to every worker and to ``on_failure``. Thread-safe."""

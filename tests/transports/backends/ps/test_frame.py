@@ -180,7 +180,7 @@ def test_a_number_that_does_not_fit_is_not_sent():
     st.integers(0, 50),
     st.integers(0, 50),
     st.integers(0, 9),
-    st.none() | st.text(),
+    st.none() | st.sampled_from(["10.0.0.1:29600", "[fe80::1%eth0]:0", "node-7.cluster:65535"]),
     st.none() | st.integers(1, 99),
     st.integers(1, MAX_FLOWS),
 )
@@ -225,6 +225,12 @@ def test_a_world_of_more_ranks_than_there_can_be_is_refused_before_it_takes_memo
     with pytest.raises(ConfigError, match="a hello says that there are 2147483647 ranks; the limit is 65536"):
         WorkerHello.from_record(WorkerHello(0, 2**31 - 1, 0).to_record())
     assert WorkerHello.from_record(WorkerHello(0, 65536, 0).to_record()).world_size == 65536
+
+
+@pytest.mark.parametrize("address", ["nonsense", "a..b:5", "a:65536", ""])
+def test_an_address_of_rank_0_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match="the address of rank 0 in a hello"):
+        WorkerHello.from_record(WorkerHello(0, 2, 0, address).to_record())
 
 
 @pytest.mark.parametrize(("members", "divisor"), [((4,), 2), ((4, 6, 8), 2), ((4, 6), 0)])

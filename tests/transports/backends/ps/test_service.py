@@ -12,10 +12,10 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.core.norms import NormsOf
 from commsched.core.scheduler import LAST_KEY
 from commsched.transports.backend import Contributors
-from commsched.transports.backends.ps.frame import RAW, Frame, FrameKind, WorkerHello, json_frame
+from commsched.transports.backends.ps.frame import RAW, Damaged, Frame, FrameKind, WorkerHello, json_frame
 from commsched.transports.backends.ps.send_queue import SendQueue
 from commsched.transports.backends.ps.service import Service, ServiceContext
-from commsched.transports.backends.ps.stream import Allocate, StreamBroken
+from commsched.transports.backends.ps.stream import Allocate, Altered, StreamBroken
 
 MANIFEST = Manifest((TensorSpec("embedding", (8,), "float32"),))
 
@@ -219,6 +219,17 @@ def test_a_worker_of_another_job_is_refused_and_this_job_goes_on(world, greeting
     assert the_error(Peer(world.service).send_last(greeting)) == why
     mine.send(push(0))
     assert world.failures == []
+
+
+@pytest.mark.parametrize("broken", [ProtocolError("no message"), Damaged(push(0), 4, 1, 2), Altered("a bit")])
+def test_what_a_worker_of_another_job_sends_before_its_hello_does_not_end_this_job(broken: Exception) -> None:
+    service = Service(ServiceContext("server 1", pytest.fail, Contributors.all_ranks(1), job="A"))
+    Peer(service, job="B").end(broken)
+    mine = Peer(service, job="A")
+    mine.send(hello(0, 1))
+    assert mine.receive().kind is FrameKind.HELLO
+    service.close()
+    mine.end()
 
 
 @pytest.mark.parametrize("told", [None, "A"])
