@@ -115,10 +115,12 @@ def predict(profile: Profile, questions: Sequence[Question], as_json: bool = Fal
     if plot is not None:
         require_matplotlib()
     if not as_json:
+        layers = sum(layer.nbytes > 0 for layer in profile.layers)
+        overhead, latency = questions[0].overhead, questions[0].latency
         say_out(
-            f"SIMULATED: {profile.model}, {size(profile.nbytes)} of gradients in {len(profile.layers)} layers, "
-            f"{1e3 * profile.compute_seconds:.1f} ms of computation per step. A message costs {questions[0].overhead:g} s\n"
-            f"besides its bytes and arrives {questions[0].latency:g} s after it has left. Hosts keep up with their links."
+            f"SIMULATED: {profile.model}, {size(profile.nbytes)} of gradients in {layers} layers, "
+            f"{1e3 * profile.compute_seconds:.1f} ms of computation per step. A message costs {1e3 * overhead:g} ms\n"
+            f"besides its bytes and arrives {1e3 * latency:g} ms after it has left. Hosts keep up with their links."
         )
         say_out(_line(_HEADINGS.values()))
     rows = []
