@@ -67,7 +67,7 @@ def parse_switch(value: object, key: str = "switch") -> bool:
 def parse_address(value: object, key: str = "address") -> str:
     """Parse ``"host:port"`` with a port of 0 to 65535; an IPv6 host is in brackets."""
     text = str(value).strip()
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/,+\[\]]+):(\d{1,5})", text)
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w-]+\]|[^\s:/,+\[\]]+):(\d{1,5})", text)
     if not match or int(match[2]) > 65535:
         raise ConfigError(f"{key}={value!r} is not an address; write it like 10.0.0.7:29600")
     if not _is_name(match[1]):

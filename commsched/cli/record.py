@@ -55,7 +55,7 @@ def record_script(script: Path, arguments: Sequence[str], environ: Mapping[str, 
     if found is None and code - 128 in _STOPS:
         raise KeyboardInterrupt
     if found is None:
-        hint = "its own error is above" if code else "is line 2 in it, and does it train for long enough?"
+        hint = "if it printed an error, that is above" if code else "is line 2 in it, and does it train for long enough?"
         raise ConfigError(
             f"{script} ended with exit code {code}, before {STEPS_TO_RECORD} steps of a ScheduledOptimizer (PyTorch) were "
             f"over; {hint}"

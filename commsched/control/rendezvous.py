@@ -241,12 +241,14 @@ def _read(path: Path) -> Endpoint | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    with open(descriptor) as file:
-        # The directory may have been another one a moment ago.
-        status = os.fstat(descriptor)
+    try:
+        status = os.fstat(descriptor)  # the directory may have been another one a moment ago
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise ValueError("it is not a file that only this user can write")
-        found = json.load(file)
+        with open(descriptor, closefd=False) as file:
+            found = json.load(file)
+    finally:
+        os.close(descriptor)
     meeting = Endpoint(parse_address(found["address"]), str(found["token"]))
     if _started(int(found["pid"])) != int(found["started"]):
         return None
@@ -371,7 +373,9 @@ def _given(world: World, settings: Settings, token: str | None) -> Endpoint:
 
 def _require_private(directory: Path) -> None:
     link, status = directory.lstat(), directory.stat()
-    if link.st_uid not in (os.getuid(), 0) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if link.st_uid not in (os.getuid(), 0):
+        raise ConfigError(f"{directory} is another user's; set COMMSCHED_RENDEZVOUS to a file in a directory of yours")
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"{directory} may be written by other users; set COMMSCHED_RENDEZVOUS to a file in a directory of yours"
         )

@@ -88,6 +88,7 @@ class Session:
             ranks, although there is nothing to average.
         check_weights: steps between two comparisons of weights (see ``plugins/common/weights_check.py``); 0 means none.
         statistics: what this rank knows of its steps.
+        own_groups: the groups that hold no data of the user: in them ranks report their actions, and norms.
         cleanup: closed last, however the session ends; for the threads of a plugin.
         membership, place: of an elastic job, whose session lasts for one generation; otherwise None.
     """
@@ -120,6 +121,7 @@ class Session:
         self._pid = os.getpid()
         self.check_weights = check_weights
         self.statistics = Statistics(core)
+        self.own_groups: set[int] = set()
         self._comparison = Comparison(self.world_size)
         self._diverged: RanksDiverged | None = None
         self.observer: SessionObserver | None = trace
@@ -237,6 +239,8 @@ class Session:
         group = self._add_group(plan, buffers, collective, device, may_freeze)
         if has_gradients:  # not earlier: another thread may ask for statistics at any time
             self.statistics.add_group(group)
+        else:
+            self.own_groups.add(group.index)
         return group
 
     def _on_device(self, device: Device | None) -> Device | None:
@@ -314,6 +318,7 @@ class Session:
             raise
         data = bytearray(manifest.nbytes)
         rows = self._add_group(plan, {ROW_DTYPE: memoryview(data)}, collective)
+        self.own_groups.add(rows.index)
         return Norms(group, rows, data, self.report)
 
     def broadcast(self, name: str, data: Buffer, root: int = 0, device: Device | None = None) -> None:

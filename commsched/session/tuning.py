@@ -187,7 +187,10 @@ def _context(
     session: Session, settings: Settings, job: JobFacts, meter: StepTimer, say: Callable[[str], None]
 ) -> TuningContext:
     trials = TrialRunner(session, meter.main_group, SETTLE_STEPS)
-    learner = Learner(job, meter, session.observe, lambda: trials.stopped, most_seconds_per_byte(job, settings))
+    learner = Learner(
+        *(job, meter, session.observe, lambda: trials.stopped, most_seconds_per_byte(job, settings)),
+        counts=lambda group: group not in session.own_groups,
+    )
     core = session.core
     first = FirstSizes(job, settings, lambda: core.next_config)
     return TuningContext(

@@ -45,7 +45,7 @@ class Assessment:
         seconds_per_byte: the time that the network takes for a byte of gradient.
         is_assumed: that time is not measured, but the most that a byte takes between processes of one machine.
         has_network: averages leave the host.
-        is_shared: other groups of gradients use the network, too, so the bound is not known.
+        is_shared: averages of other groups use the network, too, so the bound is not known.
         bound_seconds: the least time of a step over all orders of sending, with these layer times and this network.
         half_seconds: the bound if gradients travelled in 16 bits; None also if they do, or cannot.
         served_seconds, servers: the bound with so many parameter servers on machines of their own; None if they would not help.
@@ -260,7 +260,7 @@ def _what(found: Assessment) -> str:
 
 def _least(found: Assessment) -> str:
     if found.is_shared:
-        return "; the bound is not known, since the gradients of several groups use the network"
+        return "; the bound is not known, since averages of other tensors use the network, too"
     bound = found.shown_bound_seconds
     if bound is None or found.seconds_per_byte is None:
         return ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -51,8 +52,8 @@ EQUAL_TIMES = 0.005
 #: 0.47 MB took 1 % longer than those of 0.24 MB (8 workers over gloo), where the simulation says 0.2 %.
 EQUAL_TIMES_OF_COLLECTIVES = 0.002
 
-#: The most steps for which an agreement on a change is awaited. It takes one or two, unless a rank is held up.
-MOST_STEPS_TO_AGREE = 100
+#: An agreement on a change is given up after so many steps and seconds. It takes one or two steps, unless a rank is held up.
+MOST_STEPS_TO_AGREE, MOST_SECONDS_TO_AGREE = 100, 10.0
 
 #: Steps with one size do not tell what a partition costs from what a byte costs. So if nothing better is found, partitions that
 #: are larger than the fastest are measured too, unless partitions as large were measured already: by the first of these factors
@@ -325,12 +326,13 @@ class AutoChoice:
     def _settle(self, group: int, config: SchedulerConfig) -> bool:
         """Wait until all ranks have agreed on what was applied last, and the first steps with ``config`` are over. False if
         training ended first, or other tensors are trained."""
-        context = self._context
-        for _ in range(MOST_STEPS_TO_AGREE):  # somebody else may have changed the configuration since
-            if context.trials.applied in (None, context.current()):
-                break
+        context, began, steps = self._context, time.monotonic(), 0
+        while context.trials.applied not in (None, context.current()):
+            if steps >= MOST_STEPS_TO_AGREE and time.monotonic() > began + MOST_SECONDS_TO_AGREE:
+                break  # somebody else has changed the configuration since
             if not context.meter.wait_for_steps(group, 1):
                 return False
+            steps += 1
         return context.meter.wait_for_steps(group, context.trials.settle_steps(config))
 
     def _line(self, kept: SchedulerConfig, link: LinkEstimate | None) -> str:

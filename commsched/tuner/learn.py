@@ -161,6 +161,7 @@ class Learner:
         watch: attaches an observer; the function that it returns detaches the observer.
         stopped: returns the reason why training ends; None while it goes on.
         most_seconds_per_byte: the most that a byte of gradient takes on this network; see :func:`most_seconds_per_byte`.
+        counts: see :class:`Profiler`.
     """
 
     def __init__(
@@ -170,12 +171,14 @@ class Learner:
         watch: AddObserver,
         stopped: Callable[[], str | None],
         most_seconds_per_byte: float = math.inf,
+        counts: Callable[[int], bool] = lambda group: False,
     ) -> None:
         self._job = job
         self._meter = meter
         self._watch = watch
         self._stopped = stopped
         self._most_seconds_per_byte = most_seconds_per_byte
+        self._counts = counts
         self._process: ModelProcess | None = None  # of the latest model
 
     def profile(self, group: int, manifest: Manifest) -> Measured | None:
@@ -185,7 +188,7 @@ class Learner:
         Raises:
             NothingMeasured: no step was complete, or nothing was sent.
         """
-        profiler = Profiler(group, PROFILE_STEPS, self._meter.has_group)
+        profiler = Profiler(group, PROFILE_STEPS, self._counts)
         forget = self._watch(profiler)
         try:
             goes_on = self._meter.wait_for_steps(group, PROFILE_TAKES)

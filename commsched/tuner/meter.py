@@ -196,10 +196,6 @@ class StepTimer:
         with self._changed:
             return [group.manifest for _, group in sorted(self._groups.items())]
 
-    def has_group(self, group: int) -> bool:
-        """Whether ``group`` was added. Any thread; never waits."""
-        return group in self._groups
-
     def manifest_of(self, group: int) -> Manifest:
         """The tensors of ``group``, which was added."""
         with self._changed:

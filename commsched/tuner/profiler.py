@@ -153,18 +153,19 @@ class _Step:
 
 class Profiler(Observer):
     """An observer of the first ``steps`` steps of one group that begin after the profiler was made. Any thread may call it.
-    ``has_gradients`` says of another group whether gradients are in it, which use the network as those of ``group`` do.
+    ``counts`` says of another group whether its averages use the network as those of ``group`` do: the few bytes that plugins
+    send for themselves do not count.
 
     ``full`` is set when these steps have ended, or by :meth:`stop`. After that nothing is recorded, except tasks that were
     still running when the last step ended.
     """
 
-    def __init__(self, group: int, steps: int = 5, has_gradients: Callable[[int], bool] = lambda group: False) -> None:
+    def __init__(self, group: int, steps: int = 5, counts: Callable[[int], bool] = lambda group: False) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps}: at least 1")
         self.full = threading.Event()
         self._group = group
-        self._has_gradients = has_gradients
+        self._counts = counts
         self._most_steps = steps
         self._stopped = False
         self._began: list[tuple[int, float]] = []  # step, at
@@ -192,7 +193,7 @@ class Profiler(Observer):
     def on_task(self, task: CommTask) -> None:
         if not self._began or self._stopped or len(self._tasks) >= _MAX_RECORDS:
             return
-        if task.group == self._group or self._has_gradients(task.group):
+        if task.group == self._group or self._counts(task.group):
             # A reduce-scatter and an all-gather are half an all-reduce each.
             nbytes = task.nbytes if task.verb == ALL_REDUCE else task.nbytes / 2
             self._tasks.append((task.group, task.step, _Task(nbytes, task.started_at, task.sent_at, task.done_at)))

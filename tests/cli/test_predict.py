@@ -217,7 +217,7 @@ def test_a_script_that_trains_nothing_is_refused(script: str, code: int, tmp_pat
     path.write_text(script)
     failed, out, err = run_job("--model", str(path), *CLUSTER, subcommand="predict")
     assert (failed, out) == (2, "")
-    hint = "its own error is above" if code else "is line 2 in it, and does it train for long enough?"
+    hint = "if it printed an error, that is above" if code else "is line 2 in it, and does it train for long enough?"
     assert f"{path} ended with exit code {code}, before 31 steps of a ScheduledOptimizer (PyTorch) were over; {hint}" in err
 
 

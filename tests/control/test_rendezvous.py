@@ -113,7 +113,7 @@ def test_a_file_that_others_may_replace_is_not_believed(tmp_path: Path, listenin
         find(HERE, Settings(join_within=60), path)
 
 
-@pytest.mark.parametrize("how", ["link", "others may write", "fifo"])
+@pytest.mark.parametrize("how", ["link", "others may write", "fifo", "directory"])
 def test_a_file_that_somebody_else_may_have_put_there_is_not_believed(tmp_path: Path, listening: str, how: str) -> None:
     path, other = tmp_path / "job" / "control.json", tmp_path / "other" / "control.json"
     publish(other, Endpoint(listening, "secret"))
@@ -122,11 +122,15 @@ def test_a_file_that_somebody_else_may_have_put_there_is_not_believed(tmp_path: 
         path.symlink_to(other)
     elif how == "fifo":
         os.mkfifo(path)
+    elif how == "directory":
+        path.mkdir()
     else:
         other.rename(path)
         path.chmod(0o666)
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match=r"the rendezvous file .*/job/control.json cannot be read"):
         find(HERE, Settings(join_within=0.1), path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_token_that_is_set_counts_and_not_that_of_the_file(tmp_path: Path, listening: str) -> None:

@@ -154,6 +154,17 @@ def test_what_cannot_be_averaged_in_place_is_refused() -> None:
     session.close()
 
 
+def test_groups_of_plugins_are_told_from_those_of_the_user() -> None:
+    [session] = local_sessions(1)
+    gradients = session.register(manifest(4), buffers(manifest(4)))
+    flags = Manifest((TensorSpec("commsched.used", (4,), "uint8"),))
+    own = session.register(flags, buffers(flags))
+    norms = session.add_norms(gradients, [2.0]) if session.can_measure_norms else None
+    session.broadcast("buffers", memoryview(bytearray(4)))
+    assert session.own_groups == {own.index} | ({own.index + 1} if norms is not None else set())
+    session.close()
+
+
 def test_gather_is_in_rank_order_and_may_be_repeated() -> None:
     assert (
         ranks(4, lambda s: [s.gather({"rank": s.rank}), s.gather(s.rank)])

@@ -206,10 +206,10 @@ def test_what_is_not_known_of_groups_that_share_the_network_is_left_out() -> Non
     assert found.seconds_per_byte == 1 / 25e6
     assert in_words(found, Settings()) == [
         "after 24 steps, a step takes 600.0 ms: 300.0 ms of computation and 300.0 ms of exposed communication (50 %); the "
-        "bound is not known, since the gradients of several groups use the network"
+        "bound is not known, since averages of other tensors use the network, too"
     ]
     assert words(paced(0.6, None), measured(25, is_shared=True)) == [
-        "after 24 steps, a step takes 600.0 ms; the bound is not known, since the gradients of several groups use the network"
+        "after 24 steps, a step takes 600.0 ms; the bound is not known, since averages of other tensors use the network, too"
     ]
 
 
