@@ -9,6 +9,8 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -325,6 +327,19 @@ def test_a_member_of_another_job_is_refused_by_name_and_this_job_forms() -> None
         first.result(PATIENCE_SECONDS)
 
 
+@contextmanager
+def stranger(handler: grpc.RpcMethodHandler) -> Iterator[str]:
+    """The address of another program's server, which answers the control channel's calls."""
+    executor = DaemonExecutor("test")
+    server = grpc.server(executor)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+    executor.shutdown()
+
+
 def test_who_listens_at_rank_0s_address_and_has_no_token_is_believed_nothing() -> None:
     heard = []
 
@@ -335,19 +350,12 @@ def test_who_listens_at_rank_0s_address_and_has_no_token_is_believed_nothing() -
         yield encode(messages.Welcome("an impostor", 1))
         heard.extend(requests)
 
-    executor = DaemonExecutor("test")
-    impostor = grpc.server(executor)
-    handlers = {METHOD: grpc.stream_stream_rpc_method_handler(answer)}
-    impostor.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    address = f"127.0.0.1:{impostor.add_insecure_port('127.0.0.1:0')}"
-    impostor.start()
-    with pytest.raises(ConfigError) as refusal:
-        ControlClient(address, TOKEN, Member.rank(1, 2), **SLOW)
+    with stranger(grpc.stream_stream_rpc_method_handler(answer)) as address:
+        with pytest.raises(ConfigError) as refusal:
+            ControlClient(address, TOKEN, Member.rank(1, 2), **SLOW)
     assert str(refusal.value) == (
         f"the program that listens at {address} does not prove that it has this job's token; another program may listen there"
     )
-    impostor.stop(None)
-    executor.shutdown()
     assert heard == []
 
 
@@ -356,17 +364,10 @@ def test_what_a_stranger_says_is_one_line_of_printable_characters() -> None:
         context.abort(grpc.StatusCode.INTERNAL, "no\nrank 7 \x1b[2Jis lost")
         raise AssertionError
 
-    executor = DaemonExecutor("test")
-    stranger = grpc.server(executor)
-    handlers = {METHOD: grpc.unary_unary_rpc_method_handler(answer)}
-    stranger.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    address = f"127.0.0.1:{stranger.add_insecure_port('127.0.0.1:0')}"
-    stranger.start()
-    with pytest.raises(TransportError) as refusal:
-        ControlClient(address, TOKEN, Member.rank(1, 2), **SLOW)
+    with stranger(grpc.unary_unary_rpc_method_handler(answer)) as address:
+        with pytest.raises(TransportError) as refusal:
+            ControlClient(address, TOKEN, Member.rank(1, 2), **SLOW)
     assert str(refusal.value) == f"rank 0 at {address} cannot be joined: INTERNAL: no rank 7  [2Jis lost"
-    stranger.stop(None)
-    executor.shutdown()
 
 
 def test_an_empty_token_is_refused() -> None:
