@@ -8,6 +8,7 @@ this process's Python only, without network or other ranks.
 from __future__ import annotations
 
 import argparse
+import json
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from torch import nn
 import commsched.plugins.torch as cs
 from commsched import SchedulerConfig, Session, TransportError
 from commsched.control.end import ControlEnd
-from commsched.control.messages import Member, Message
+from commsched.control.messages import Gather, Member, Message
 from commsched.core.core import Core
 from commsched.plugins.torch.compared import ComparedWeights
 from commsched.plugins.torch.guard import guard, release
@@ -167,8 +168,8 @@ class _Echo(ControlEnd):
         with self._changed:
             self._fail(TransportError(str(error)))
 
-    def gather(self, tag: str, value: Any) -> list[Any]:
-        return [value] * self._world_size
+    def _give(self, message: Gather) -> list[Any]:
+        return [json.loads(message.value)] * self._world_size
 
     def wait_until_all_left(self) -> None: ...
 
