@@ -163,7 +163,7 @@ class _ServerActor:
             raise ConfigError(
                 f"{' '.join(command)} ended with exit code {self._process.wait()}; its error is in the actor's log"
             )
-        # What nobody reads would stop the server as soon as the pipe is full.
+        # A thread reads what the server prints later: the server would stop as soon as the pipe is full.
         threading.Thread(target=sys.stderr.writelines, args=(self._process.stdout,), daemon=True).start()
         return line.removeprefix(_SAYS_WHERE).strip()
 

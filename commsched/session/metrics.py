@@ -11,6 +11,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from ..control.rendezvous import bracketed
 from ..core.errors import ConfigError
 
 log = logging.getLogger("commsched")
@@ -59,8 +60,7 @@ def serve_metrics(address: str, local_rank: int, stats: Callable[[], Mapping[str
         return lambda: None
     thread = threading.Thread(target=server.serve_forever, name="commsched-metrics", daemon=True)
     thread.start()
-    shown = f"[{host}]" if ":" in host else host
-    log.info("metrics are at http://%s:%d/metrics", shown, server.server_port)
+    log.info("metrics are at http://%s:%d/metrics", bracketed(host), server.server_port)
 
     def end() -> None:
         server.shutdown()

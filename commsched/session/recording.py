@@ -70,7 +70,8 @@ def _record(session: Session, meter: StepTimer, forward: ForwardMarks, path: Pat
 def _observe(
     session: Session, meter: StepTimer, forward: ForwardMarks, group: int, manifest: Manifest
 ) -> dict[str, Any] | None:
-    """What is learned of the next steps of ``group``. None if training ends first, or a larger group is trained."""
+    """Observe the next steps of ``group``, and return what is to be written. None if training ends first, or a larger group is
+    trained."""
     profiler = Profiler(group, RECORDED_STEPS)
     forget = [session.observe(profiler), session.observe(forward)]
     forward.follow(group, manifest, profiler)

@@ -46,7 +46,7 @@ def test_the_layers_are_written_when_enough_steps_are_over(tmp_path: Path) -> No
 
 
 def record_of(path: Path) -> Any:
-    """What is written while a group trains."""
+    """Train a group until ``path`` is written, and return its content."""
     [session] = local_sessions(1)
     start_recording(session, path)
     assert session.is_recorded
