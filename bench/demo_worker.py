@@ -25,6 +25,7 @@ BATCH = 128  # per rank
 TEST_IMAGES = 360
 BLOCK_STEPS = 10  # steps with one policy before the other takes its turn
 SETTLING_STEPS = 2  # of each block, not counted
+LEAST_BLOCKS = 3  # after the choice of partition and credit: one that is not counted, and one of each policy
 TELL_STEPS = 30  # between two lines on the progress
 
 
@@ -94,7 +95,8 @@ def train(steps: int) -> dict[str, Any]:
         if step == steps:
             break
         if step % BLOCK_STEPS == 0:
-            if first is None and (session.gather(session.is_settled)[0] or step >= steps // 2):
+            is_last_chance = step >= steps // 2 or step + (1 + LEAST_BLOCKS) * BLOCK_STEPS > steps
+            if first is None and (session.gather(session.is_settled)[0] or is_last_chance):
                 session.stop_tuner()
                 first = step
             if first is not None and session.rank == 0:

@@ -1,13 +1,14 @@
 """``python -m bench sweep``: ``bench train`` over a product of options, cell by cell. A sweep can continue from its file.
 
 Each finished cell is written to the file before the next begins. Cells in the file are not measured again, unless they are from
-another commit, machine or version. Failed cells are tried again. Cells in the file that are not in this product are kept
-unchanged.
+another commit, machine or version, or the file of their profile has changed. Failed cells are tried again. Cells in the file
+that are not in this product are kept unchanged.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -78,9 +79,16 @@ def cells_of(args: argparse.Namespace) -> list[TrainOptions]:
 
 
 def key_of(options: TrainOptions) -> dict[str, Any]:
-    """The options that decide the result, as JSON values."""
+    """The options that decide the result, as JSON values. A profile's file has a digest behind its name."""
     key = {name: value for name, value in asdict(options).items() if name not in _NO_PART_OF_THE_KEY}
-    return {**key, "systems": list(options.systems)}
+    return {**key, "systems": list(options.systems), "model": _with_digest(options.model)}
+
+
+def _with_digest(model: str) -> str:
+    try:
+        return f"{model}@{hashlib.blake2b(Path(model).read_bytes(), digest_size=6).hexdigest()}"
+    except OSError:
+        return model  # a model by its name, or a file that cannot be read, which fails as a cell
 
 
 def _check_options(path: Path, log: SweepLog) -> None:

@@ -1,8 +1,8 @@
 """The tables of ``docs/transports.md``: each transport under the same benchmarks, in one run.
 
 Each measurement is a command of ``python -m bench``. If it succeeds and its results are correct, they are written to a file in
-the given directory. A measurement whose file exists, in this program's layout, is not repeated. A stopped run therefore
-continues, and a single measurement is repeated by removing its file.
+the given directory. A measurement whose file exists is not repeated, unless it is of another commit, machine or version. A
+stopped run therefore continues, and a single measurement is repeated by removing its file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from . import PROGRAM
+from .harness import results
 from .harness.arguments import add_options
-from .harness.results import SCHEMA, Row, markdown_table
+from .harness.results import SCHEMA, Row, lasting, markdown_table
 
 _ALL = ("ps", "gloo", "mpi")
 _RATE = "500mbit"
@@ -130,7 +131,10 @@ def _in_16_bits() -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIRECTORY", help="for results; finished ones are kept")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIRECTORY", help="for results; it goes on from them")
+    parser.add_argument(
+        "--keep", action="store_true", help="also the results that another commit, machine or version measured, as they are"
+    )
     add_options(parser, rounds=3)
 
 
@@ -143,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         rows = []
         for command in table.commands:
             path = args.out / _file_name(command)
-            if not _is_there(path) and not _measured(command, path):
+            if not _is_there(path, args.keep) and not _measured(command, path):
                 failed.append(command)
             else:
                 rows += _rows(path)
@@ -174,8 +178,11 @@ def _measured(command: str, path: Path) -> bool:
         unjudged.unlink(missing_ok=True)
 
 
-def _is_there(path: Path) -> bool:
-    return path.exists() and json.loads(path.read_text())["schema"] == SCHEMA
+def _is_there(path: Path, keep: bool) -> bool:
+    if not path.exists():
+        return False
+    found = json.loads(path.read_text())
+    return found["schema"] == SCHEMA and (keep or lasting(found["environment"]) == lasting(results.environment()))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -98,9 +98,7 @@ def tune(
         for line in result.read():
             say_error(line)
         why = result.end()
-    if result.verdict is not None:
-        say_error(result.verdict.sentence())
-    if result.is_written:
+    if result.is_written:  # rank 0 has said the verdict
         say_error(f"commsched: {result.path} is written; use it: {use}")
         return code
     because = "" if why is None or result.verdict is not None else f": {why}"

@@ -155,6 +155,18 @@ def test_it_is_kept_if_one_says_so(path):
     assert again.seen == [(2, 4)]
 
 
+@pytest.mark.parametrize("options", [[], ["--keep"]])
+def test_a_profile_that_has_changed_is_measured_again(path, tmp_path, options):
+    profile = tmp_path / "own.json"
+    profile.write_text("1")
+    argv = ("--rho", "1", "--model", str(profile), *options)
+    for content, seen in (("1", 1), ("1", 0), ("2", 1), ("2", 0)):
+        profile.write_text(content)
+        measure = Measure()
+        assert run(path, measure, *argv) == 0
+        assert len(measure.seen) == seen
+
+
 def test_other_cells_of_the_file_stay_and_do_not_count(path, tmp_path):
     run(path, Measure(), "--rho", "1")
     assert run(path, Measure(), "--rho", "2", "--json", str(tmp_path / "f")) == 0

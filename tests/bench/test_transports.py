@@ -8,6 +8,7 @@ import pytest
 from bench import __main__ as bench_main
 from bench import transports
 from bench.__main__ import main
+from bench.harness import results
 from bench.harness.results import SCHEMA
 from bench.transports import Table, tables
 
@@ -28,7 +29,7 @@ def ran(monkeypatch):
             return 1
         rows = idle_rows(argv[argv.index("--transport") + 1])
         with open(argv[-1], "w") as file:
-            json.dump({"schema": 1, "environment": {}, "rows": rows}, file)
+            json.dump({"schema": 1, "environment": results.environment(), "rows": rows}, file)
         return 0
 
     idle = [Table("Idle", transports._IDLE, ["idle --transport ps", "idle --transport mpi", "idle --transport gloo"])]
@@ -70,7 +71,8 @@ def outcome(monkeypatch):
     def run(argv):
         outcome["runs"] += 1
         with open(argv[argv.index("--json") + 1], "w") as file:
-            json.dump({"schema": SCHEMA, "environment": {}, "rows": idle_rows(f"run {outcome['runs']}")}, file)
+            rows = idle_rows(f"run {outcome['runs']}")
+            json.dump({"schema": SCHEMA, "environment": results.environment(), "rows": rows}, file)
         return outcome["code"]
 
     monkeypatch.setattr(transports, "tables", lambda rounds: [Table("Idle", transports._IDLE, ["idle --transport ps"])])
@@ -100,6 +102,17 @@ def test_results_of_another_layout_are_measured_again(outcome, tmp_path):
     outcome["code"] = 0
     assert main(["transports", "--out", str(tmp_path)]) == 0
     assert json.loads(path.read_text())["rows"] == idle_rows("run 2")
+
+
+@pytest.mark.parametrize(("options", "runs"), [([], 2), (["--keep"], 1)])
+def test_results_of_another_commit_are_measured_again(outcome, monkeypatch, tmp_path, options, runs):
+    here = results.environment()
+    monkeypatch.setattr(results, "environment", lambda: {**here, "commit": "old"})
+    assert main(["transports", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(results, "environment", lambda: {**here, "commit": "new", "time": "later"})
+    assert main(["transports", "--out", str(tmp_path), *options]) == 0
+    assert outcome["runs"] == runs
+    assert f"| run {runs} | 0 |" in (tmp_path / "tables.md").read_text()
 
 
 def test_ctrl_c_ends_all_of_them(monkeypatch, tmp_path):
