@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -78,6 +79,19 @@ def measure_layers(steps: int) -> dict[str, Any]:
     return {**asdict(timer.result(warm_up)), "step_seconds": step_seconds}
 
 
+def is_last_chance(step: int, steps: int) -> bool:
+    """Whether the turns must begin at ``step``, the first of a block, since they should be half of the training, and since a
+    later beginning would leave too few blocks."""
+    return step >= steps // 2 or step + (1 + LEAST_BLOCKS) * BLOCK_STEPS > steps
+
+
+def counted_steps(policies: Sequence[str], first: int) -> list[int]:
+    """The steps whose times count, given the policy of each step. The turns began with step ``first``."""
+    steps = range(first + BLOCK_STEPS, len(policies))
+    # The next step counts too: its forward ends this step's wait.
+    return [step for step in steps if len(set(policies[step - SETTLING_STEPS : step + 2])) == 1]
+
+
 def train(steps: int) -> dict[str, Any]:
     """Train until partition and credit are chosen, and then to the end with alternating policies. Returns step times by policy,
     the accuracy, and whether the weights are equal on all ranks."""
@@ -95,8 +109,7 @@ def train(steps: int) -> dict[str, Any]:
         if step == steps:
             break
         if step % BLOCK_STEPS == 0:
-            is_last_chance = step >= steps // 2 or step + (1 + LEAST_BLOCKS) * BLOCK_STEPS > steps
-            if first is None and (session.gather(session.is_settled)[0] or is_last_chance):
+            if first is None and (session.gather(session.is_settled)[0] or is_last_chance(step, steps)):
                 session.stop_tuner()
                 first = step
             if first is not None and session.rank == 0:
@@ -108,11 +121,9 @@ def train(steps: int) -> dict[str, Any]:
         optimizer.step()
         schedule.step()
         policies.append(session.core.config.policy)
-    seconds: dict[str, list[float]] = {"fifo": [], "priority": []}
-    for step, (before, after) in enumerate(pairwise(began)):
-        settled = policies[max(0, step - SETTLING_STEPS) : step + 2]  # the next step too: its forward ends this step's wait
-        if first is not None and step >= first + BLOCK_STEPS and len(set(settled)) == 1:
-            seconds[policies[step]].append(after - before)
+    times = [after - before for before, after in pairwise(began)]
+    counted = [] if first is None else counted_steps(policies, first)
+    seconds = {policy: [times[step] for step in counted if policies[step] == policy] for policy in ("fifo", "priority")}
     model.eval()
     with torch.inference_mode():
         accuracy = (model(data.test_images).argmax(1) == data.test_labels).double().mean().item()

@@ -8,7 +8,6 @@ that are not in this product are kept unchanged.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 import time
@@ -26,6 +25,7 @@ from .harness.arguments import require_extra
 from .harness.results import lasting
 from .harness.sweep_log import Cell, SweepLog, identity
 from .turns import TrainOptions
+from .workloads import profile_digest
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -79,16 +79,9 @@ def cells_of(args: argparse.Namespace) -> list[TrainOptions]:
 
 
 def key_of(options: TrainOptions) -> dict[str, Any]:
-    """The options that decide the result, as JSON values. A profile's file has a digest behind its name."""
+    """The options that decide the result, as JSON values."""
     key = {name: value for name, value in asdict(options).items() if name not in _NO_PART_OF_THE_KEY}
-    return {**key, "systems": list(options.systems), "model": _with_digest(options.model)}
-
-
-def _with_digest(model: str) -> str:
-    try:
-        return f"{model}@{hashlib.blake2b(Path(model).read_bytes(), digest_size=6).hexdigest()}"
-    except OSError:
-        return model  # a model by its name, or a file that cannot be read, which fails as a cell
+    return {**key, "systems": list(options.systems)}
 
 
 def _check_options(path: Path, log: SweepLog) -> None:
@@ -107,13 +100,16 @@ def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure, kee
 
     here = lasting(results.environment())
     measured = [each for each in options if _is_measured(log, each)]
-    foreign = [each for each in measured if not keep and _environment(log, each) != here]
+    changed = [each for each in measured if _environment(log, each).get("profile") != profile_digest(each.model)]
+    foreign = [each for each in measured if not keep and each not in changed and lasting(_environment(log, each)) != here]
+    if changed:
+        print(f"{len(changed)} cells are of an earlier content of their profile, so they are measured again", file=sys.stderr)
     if foreign:
         print(
             f"{len(foreign)} cells are of another commit, machine or version, so they are measured again; --keep keeps them",
             file=sys.stderr,
         )
-    todo = [each for each in options if each not in measured or each in foreign]
+    todo = [each for each in options if each not in measured or each in foreign or each in changed]
     done = len(options) - len(todo)
     # No smoothing: cells differ in length, so their mean is the best estimate of the remaining time.
     with tqdm(total=len(options), initial=done, unit="cell", smoothing=0, dynamic_ncols=True) as progress:
@@ -134,12 +130,14 @@ def _is_measured(log: SweepLog, options: TrainOptions) -> bool:
 
 
 def _environment(log: SweepLog, options: TrainOptions) -> Mapping[str, Any]:
-    return lasting(log.cells[identity(key_of(options))].environment)
+    return log.cells[identity(key_of(options))].environment
 
 
 def _measured(options: TrainOptions, log: SweepLog, measure: Measure) -> Cell:
     """Measure a cell and add it to ``log``. An error becomes the cell's result, because other cells may succeed."""
     environment, key, began = results.environment(), key_of(options), time.monotonic()
+    if (digest := profile_digest(options.model)) is not None:
+        environment["profile"] = digest
     try:
         rows = measure(options)
         if not rows:

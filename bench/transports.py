@@ -141,13 +141,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run. Returns 0 if everything could be measured and all results were correct."""
     args.out.mkdir(parents=True, exist_ok=True)
+    here = None if args.keep else lasting(results.environment())
+    todo = {_file_name(command): command for table in tables(args.rounds) for command in table.commands}
+    if foreign := [name for name in todo if _is_there(args.out / name, None) and not _is_there(args.out / name, here)]:
+        print(
+            f"{len(foreign)} results are of another commit, machine or version, so they are measured again; --keep keeps them",
+            file=sys.stderr,
+        )
     failed = []
     sections = []
     for table in tables(args.rounds):
         rows = []
         for command in table.commands:
             path = args.out / _file_name(command)
-            if not _is_there(path, args.keep) and not _measured(command, path):
+            if not _is_there(path, here) and not _measured(command, path):
                 failed.append(command)
             else:
                 rows += _rows(path)
@@ -178,11 +185,12 @@ def _measured(command: str, path: Path) -> bool:
         unjudged.unlink(missing_ok=True)
 
 
-def _is_there(path: Path, keep: bool) -> bool:
+def _is_there(path: Path, here: Mapping[str, Any] | None) -> bool:
+    """Whether a result is there, measured ``here`` if that is given."""
     if not path.exists():
         return False
     found = json.loads(path.read_text())
-    return found["schema"] == SCHEMA and (keep or lasting(found["environment"]) == lasting(results.environment()))
+    return found["schema"] == SCHEMA and (here is None or lasting(found["environment"]) == here)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

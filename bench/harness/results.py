@@ -21,7 +21,8 @@ SCHEMA = 1
 
 Row = Mapping[str, Any]
 
-_OF_THE_MOMENT = frozenset({"time", "command", "load_average"})
+#: Facts that may differ between measurements with one program on one machine. The profile is that of a sweep's cell.
+_OF_THE_MOMENT = frozenset({"time", "command", "load_average", "profile"})
 _PACKAGES = ("commsched", "numpy", "grpcio", "torch", "mpi4py")
 
 

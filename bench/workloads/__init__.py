@@ -5,6 +5,7 @@ This module imports no engine: profiles are files, and a model is imported when 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +45,16 @@ def load_profile(name_or_path: str) -> Profile:
         return read_profile(path)
     except ValueError as error:
         raise ConfigError(f"model={name_or_path}: {error}") from error
+
+
+def profile_digest(name_or_path: str) -> str | None:
+    """A digest of the file that :func:`load_profile` would read; None for a model by its name, or if there is no such file."""
+    if not name_or_path.endswith(".json"):
+        return None
+    try:
+        return hashlib.blake2b(Path(name_or_path).read_bytes(), digest_size=6).hexdigest()
+    except OSError:
+        return None
 
 
 _LAYERS = 24

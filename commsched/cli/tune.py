@@ -74,8 +74,8 @@ def tune(
     then_stop: bool,
     use: str,
 ) -> int:
-    """Run the job as ``launch.run`` does, and print its trials, and then the command ``use``, which uses the result. Main
-    thread only.
+    """Run the job as ``launch.run`` does, and print its trials and verdicts, and then the command ``use``, which uses the
+    result. Main thread only.
 
     Args:
         environ: the environment, which already holds the tuning settings of ``settings``.
@@ -94,11 +94,14 @@ def tune(
         if before:
             say_error(f"commsched: {result.journal} has {before} trials of an earlier run: tuning continues after them")
         result.forget_unfinished()
+        known = result.verdict
         code = _run(ranks, servers, command, environ, result, then_stop, own_token=not settings.servers)
         for line in result.read():
             say_error(line)
         why = result.end()
-    if result.is_written:  # rank 0 has said the verdict
+    if known is not None and result.verdict is known:  # the job has found nothing new to say
+        say_error(known.sentence())
+    if result.is_written:
         say_error(f"commsched: {result.path} is written; use it: {use}")
         return code
     because = "" if why is None or result.verdict is not None else f": {why}"
@@ -116,7 +119,8 @@ def _run(
     then_stop: bool,
     own_token: bool,
 ) -> int:
-    """Run the job and print a line for each of its trials. Returns the job's exit code, or 0 if it was stopped."""
+    """Run the job and print a line for each of its trials and verdicts. Returns the job's exit code, or 0 if it was
+    stopped."""
     ended, stopped = threading.Event(), threading.Event()
     main_thread = threading.get_ident()
 
@@ -254,7 +258,7 @@ class _Result:
         return self._stamp() not in (None, self._before)
 
     def read(self) -> list[str]:
-        """Read the journal on, and return a line of the table for each new trial. An incomplete last line is left for the next
+        """Read the journal on, and return a line for each new trial and verdict. An incomplete last line is left for the next
         call.
 
         Raises:
@@ -279,6 +283,7 @@ class _Result:
                     continue
                 if phase == "verdict":
                     search.verdict = Verdict.from_record(record)
+                    lines.append(search.verdict.sentence())
                 else:
                     lines.append(search.line(record))
             except (ValueError, KeyError, TypeError) as error:

@@ -74,6 +74,7 @@ class TuningJob:
                 settings.tune,
                 apply=self._context.trials.apply,
                 say=self._context.say,
+                says_verdict=settings.tune_end is None,
                 also=[first] if again else (),  # an earlier search found the incumbent
                 journal=journal,
                 settle_steps=self._context.trials.settle_steps(space.incumbent),

@@ -50,6 +50,7 @@ class SearchRun:
         apply: makes all ranks use a configuration from now on; may raise Stopped. Called once, with the configuration that is
             kept.
         say: writes a line to the log.
+        says_verdict: False if somebody else reads it in the journal, and says it.
         also: configurations to try right after the incumbent, before those of the searcher.
         journal: the searcher receives its windows, which are not measured again; failed trials may be repeated. If the journal
             holds the verdict of a finished search, that verdict is returned and nothing is measured.
@@ -66,6 +67,7 @@ class SearchRun:
         *,
         apply: Callable[[SchedulerConfig], None],
         say: Callable[[str], None],
+        says_verdict: bool = True,
         also: Sequence[SchedulerConfig] = (),
         journal: Journal | None = None,
         settle_steps: int = 3,
@@ -77,6 +79,7 @@ class SearchRun:
         self._budget = budget
         self._apply = apply
         self._say = say
+        self._says_verdict = says_verdict
         self._also = list(dict.fromkeys(also))
         self._journal = journal
         self._steps = MIN_STEPS
@@ -108,7 +111,8 @@ class SearchRun:
         if verdict.reason != "unfinished":
             with suppress(Stopped):
                 self._apply(verdict.kept)
-        self._say(verdict.sentence())
+        if self._says_verdict:
+            self._say(verdict.sentence())
         return verdict
 
     def _recorded(self) -> Verdict | None:

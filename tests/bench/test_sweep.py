@@ -156,7 +156,7 @@ def test_it_is_kept_if_one_says_so(path):
 
 
 @pytest.mark.parametrize("options", [[], ["--keep"]])
-def test_a_profile_that_has_changed_is_measured_again(path, tmp_path, options):
+def test_a_profile_that_has_changed_is_measured_again(path, tmp_path, capsys, options):
     profile = tmp_path / "own.json"
     profile.write_text("1")
     argv = ("--rho", "1", "--model", str(profile), *options)
@@ -165,6 +165,18 @@ def test_a_profile_that_has_changed_is_measured_again(path, tmp_path, options):
         measure = Measure()
         assert run(path, measure, *argv) == 0
         assert len(measure.seen) == seen
+    assert len(read_cells(path)) == 1
+    told = "1 cells are of an earlier content of their profile, so they are measured again\n"
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_file_with_the_name_of_a_model_is_not_its_profile(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(path, Measure(), "--rho", "1", "--model", "uniform")
+    (tmp_path / "uniform").write_text("1")
+    again = Measure()
+    assert run(path, again, "--rho", "1", "--model", "uniform") == 0
+    assert again.seen == []
 
 
 def test_other_cells_of_the_file_stay_and_do_not_count(path, tmp_path):

@@ -105,13 +105,15 @@ def test_results_of_another_layout_are_measured_again(outcome, tmp_path):
 
 
 @pytest.mark.parametrize(("options", "runs"), [([], 2), (["--keep"], 1)])
-def test_results_of_another_commit_are_measured_again(outcome, monkeypatch, tmp_path, options, runs):
+def test_results_of_another_commit_are_measured_again(outcome, monkeypatch, tmp_path, capsys, options, runs):
     here = results.environment()
     monkeypatch.setattr(results, "environment", lambda: {**here, "commit": "old"})
     assert main(["transports", "--out", str(tmp_path)]) == 0
     monkeypatch.setattr(results, "environment", lambda: {**here, "commit": "new", "time": "later"})
     assert main(["transports", "--out", str(tmp_path), *options]) == 0
     assert outcome["runs"] == runs
+    said = capsys.readouterr().err
+    assert said.startswith("1 results are of another commit, machine or version") if runs == 2 else not said
     assert f"| run {runs} | 0 |" in (tmp_path / "tables.md").read_text()
 
 

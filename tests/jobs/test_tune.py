@@ -57,6 +57,7 @@ def test_what_is_found_serves_the_same_job_and_no_other(tmp_path: Path) -> None:
     code, _, err = run_job(*tuning(out), "--then-stop", *training(FOR_EVER), subcommand="tune")
     assert code == 0, err
     assert re.search(r"^ +2 .* 0 trials, about \d+ s at most$", err, re.MULTILINE), err
+    assert len(re.findall(r"tuning: 3 trials, \d+ s: ", err)) == 1, err
     assert re.search(r"^tuning: 3 trials, \d+ s: ", err, re.MULTILINE), err
     assert f"use it: COMMSCHED_CONFIG={out} commsched run -n 2 --transport ps --rate 200mbit -- " in err
     assert records(tmp_path / "tuned.jsonl")[-1]["phase"] == "verdict"
