@@ -100,7 +100,8 @@ def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure, kee
 
     here = lasting(results.environment())
     measured = [each for each in options if _is_measured(log, each)]
-    changed = [each for each in measured if _environment(log, each).get("profile") != profile_digest(each.model)]
+    # A profile that is not there any more has not changed: what it gave stays.
+    changed = [each for each in measured if profile_digest(each.model) not in (None, _environment(log, each).get("profile"))]
     foreign = [each for each in measured if not keep and each not in changed and lasting(_environment(log, each)) != here]
     if changed:
         print(f"{len(changed)} cells are of an earlier content of their profile, so they are measured again", file=sys.stderr)

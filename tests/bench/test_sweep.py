@@ -160,8 +160,8 @@ def test_a_profile_that_has_changed_is_measured_again(path, tmp_path, capsys, op
     profile = tmp_path / "own.json"
     profile.write_text("1")
     argv = ("--rho", "1", "--model", str(profile), *options)
-    for content, seen in (("1", 1), ("1", 0), ("2", 1), ("2", 0)):
-        profile.write_text(content)
+    for content, seen in (("1", 1), ("1", 0), ("2", 1), ("2", 0), (None, 0), ("2", 0)):
+        profile.unlink() if content is None else profile.write_text(content)
         measure = Measure()
         assert run(path, measure, *argv) == 0
         assert len(measure.seen) == seen
