@@ -105,11 +105,7 @@ def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure, kee
     foreign = [each for each in measured if not keep and each not in changed and lasting(_environment(log, each)) != here]
     if changed:
         print(f"{len(changed)} cells are of an earlier content of their profile, so they are measured again", file=sys.stderr)
-    if foreign:
-        print(
-            f"{len(foreign)} cells are of another commit, machine or version, so they are measured again; --keep keeps them",
-            file=sys.stderr,
-        )
+    results.say_foreign(len(foreign), "cells")
     todo = [each for each in options if each not in measured or each in foreign or each in changed]
     done = len(options) - len(todo)
     # No smoothing: cells differ in length, so their mean is the best estimate of the remaining time.

@@ -142,12 +142,8 @@ def run(args: argparse.Namespace) -> int:
     """Run. Returns 0 if everything could be measured and all results were correct."""
     args.out.mkdir(parents=True, exist_ok=True)
     here = None if args.keep else lasting(results.environment())
-    todo = {_file_name(command): command for table in tables(args.rounds) for command in table.commands}
-    if foreign := [name for name in todo if _is_there(args.out / name, None) and not _is_there(args.out / name, here)]:
-        print(
-            f"{len(foreign)} results are of another commit, machine or version, so they are measured again; --keep keeps them",
-            file=sys.stderr,
-        )
+    paths = [args.out / _file_name(command) for table in tables(args.rounds) for command in table.commands]
+    results.say_foreign(sum(_is_there(path, None) and not _is_there(path, here) for path in paths), "results")
     failed = []
     sections = []
     for table in tables(args.rounds):

@@ -77,6 +77,15 @@ def lasting(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in environment.items() if name not in _OF_THE_MOMENT}
 
 
+def say_foreign(count: int, what: str) -> None:
+    """Say on stderr that so many results of an earlier run are not used, if there are any."""
+    if count:
+        print(
+            f"{count} {what} are of another commit, machine or version, so they are measured again; --keep keeps them",
+            file=sys.stderr,
+        )
+
+
 def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     """``rows`` as text; ``columns`` maps a row's key to its heading. Cells are right-aligned; a missing value is
     ``-``."""
