@@ -38,6 +38,7 @@ SWEPT = ("model", "workers", "servers", "bandwidth", "rho", "partition", "credit
 _NO_PART_OF_THE_KEY = ("timeout_seconds",)
 
 Measure = Callable[[TrainOptions], list[dict[str, Any]]]
+Check = Callable[[TrainOptions], object]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, measure: Measure = train.measure_rows) -> int:
+def run(args: argparse.Namespace, measure: Measure = train.measure_rows, check: Check = train.plan_of) -> int:
     """Run the sweep. Returns 0 if in the end every cell has correct rows; otherwise 1."""
     require_extra("report", "tqdm")
     options = cells_of(args)
     with SweepLog(args.out) as log:
         _check_options(args.out, log)
-        _sweep(options, log, measure, args.keep)
+        _sweep(options, log, measure, check, args.keep)
         cells = [log.cells[identity(key_of(option))] for option in options]
     if args.json:
         _write_json(args.json, args.out, cells)
@@ -94,19 +95,28 @@ def _check_options(path: Path, log: SweepLog) -> None:
             )
 
 
-def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure, keep: bool) -> None:
-    """Measure the cells that ``log`` lacks. If this process ends early, ``log`` keeps the finished cells."""
+def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure, check: Check, keep: bool) -> None:
+    """Measure the cells that ``log`` lacks. If this process ends early, ``log`` keeps the finished cells.
+
+    Raises:
+        ConfigError: a cell that is to be measured cannot be measured. None was.
+    """
     from tqdm import tqdm
 
     here = lasting(results.environment())
     measured = [each for each in options if _is_measured(log, each)]
     # A profile that is not there any more has not changed: what it gave stays.
     changed = [each for each in measured if profile_digest(each.model) not in (None, _environment(log, each).get("profile"))]
-    foreign = [each for each in measured if not keep and each not in changed and lasting(_environment(log, each)) != here]
+    foreign = [each for each in measured if each not in changed and lasting(_environment(log, each)) != here]
     if changed:
         print(f"{len(changed)} cells are of an earlier content of their profile, so they are measured again", file=sys.stderr)
-    results.say_foreign(len(foreign), "cells")
-    todo = [each for each in options if each not in measured or each in foreign or each in changed]
+    results.say_foreign(len(foreign), "cells", keep)
+    todo = [each for each in options if each not in measured or each in changed or (each in foreign and not keep)]
+    for each in todo:  # a mistake in the command is told now, and not after hours
+        try:
+            check(each)
+        except ConfigError as error:
+            raise ConfigError(f"{_name(each)}: {error}") from error
     done = len(options) - len(todo)
     # No smoothing: cells differ in length, so their mean is the best estimate of the remaining time.
     with tqdm(total=len(options), initial=done, unit="cell", smoothing=0, dynamic_ncols=True) as progress:

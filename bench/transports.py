@@ -141,16 +141,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run. Returns 0 if everything could be measured and all results were correct."""
     args.out.mkdir(parents=True, exist_ok=True)
-    here = None if args.keep else lasting(results.environment())
+    here = lasting(results.environment())
     paths = [args.out / _file_name(command) for table in tables(args.rounds) for command in table.commands]
-    results.say_foreign(sum(_is_there(path, None) and not _is_there(path, here) for path in paths), "results")
+    results.say_foreign(sum(_is_there(path, None) and not _is_there(path, here) for path in paths), "results", args.keep)
     failed = []
     sections = []
     for table in tables(args.rounds):
         rows = []
         for command in table.commands:
             path = args.out / _file_name(command)
-            if not _is_there(path, here) and not _measured(command, path):
+            if not _is_there(path, None if args.keep else here) and not _measured(command, path):
                 failed.append(command)
             else:
                 rows += _rows(path)

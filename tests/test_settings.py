@@ -280,6 +280,11 @@ def test_a_number_of_flows_is_between_1_and_32(value: object) -> None:
     assert refused(flows=value) == f"flows={value!r} is not a number of connections; write 1 to 32"
 
 
+def test_several_flows_over_grpc_are_refused() -> None:
+    assert refused(flows=2, lane="grpc") == "flows=2 needs lane='tcp': gRPC has one connection between two processes"
+    assert load(flows=1, lane="grpc").flows == 1
+
+
 def test_flows_may_be_a_number_or_its_text() -> None:
     assert [load(flows=value).flows for value in (1, " 32 ", "5")] == [1, 32, 5]
 

@@ -49,7 +49,7 @@ def setting(parse: Callable[[object, str], object]) -> Callable[[str], str]:
         try:
             parse(text, "it")
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            raise argparse.ArgumentTypeError(str(error).removeprefix("it=")) from error
         return text
 
     return check
@@ -60,7 +60,7 @@ def float32_bytes(text: str) -> int:
     try:
         size = parse_bytes(text, "it") // FLOAT32_BYTES * FLOAT32_BYTES
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(str(error).removeprefix("it=")) from error
     if size == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is less than one float32 element")
     return size

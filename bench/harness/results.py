@@ -77,13 +77,11 @@ def lasting(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in environment.items() if name not in _OF_THE_MOMENT}
 
 
-def say_foreign(count: int, what: str) -> None:
-    """Say on stderr that so many results of an earlier run are not used, if there are any."""
+def say_foreign(count: int, what: str, keep: bool) -> None:
+    """Say on stderr what happens to so many results that were not measured here and now, if there are any."""
     if count:
-        print(
-            f"{count} {what} are of another commit, machine or version, so they are measured again; --keep keeps them",
-            file=sys.stderr,
-        )
+        then = "they are kept as they are" if keep else "so they are measured again; --keep keeps them"
+        print(f"{count} {what} are of another commit, machine or version{';' if keep else ','} {then}", file=sys.stderr)
 
 
 def table(rows: Sequence[Row], columns: Mapping[str, str]) -> str:

@@ -130,21 +130,31 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
     return TrainOptions(**given, timeout_seconds=parse_seconds(args.timeout))
 
 
-def measure_rows(options: TrainOptions, world: World | None = None, show_progress: bool = False) -> list[dict[str, Any]]:
-    """One row for each system, in the order of ``options.systems``.
+@dataclass(frozen=True)
+class Plan:
+    """A measurement that this machine can make.
 
     Args:
-        world: the world of this process, if it is a rank that a launcher has started. Then all ranks call this function, links
-            and machines are those that there are, and only rank 0 gets the rows. None means that this process starts the ranks.
-        show_progress: whether to print what is being measured, and how long it will take.
+        options: with the transport that ``auto`` stands for, and what a launcher decides.
+        own: the carrier of systems that name none.
+        scaling: of an EMULATED model; None if it is REAL.
+    """
+
+    options: TrainOptions
+    links: Links
+    why_not_shaped: str | None
+    specs: list[SystemSpec]
+    own: Carrier
+    settings: dict[str, str]
+    scaling: Scaling | None
+
+
+def plan_of(options: TrainOptions, world: World | None = None) -> Plan:
+    """Check ``options``, and prepare what :func:`measure_rows` measures.
 
     Raises:
         ConfigError: an option is wrong, or this machine cannot do what it asks for; the message names it.
-        JobFailed: a process failed or took too long.
-        CommschedError: a rank of ``world`` failed.
     """
-    from ..harness.rows import Header, make_rows
-
     require_extra("bench", "torch", *(["sklearn"] if options.real else []))
     if world is not None:
         options = _options_here(options, world)
@@ -153,8 +163,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
             f"settle={options.settle}: the first {MIN_SETTLE_STEPS} steps of a turn may still use "
             "the settings before it, or wait for their messages"
         )
-    servers = options.workers if options.servers == "n" else int(options.servers)
-    links = Links.of(options.workers, servers, options.bandwidth)
+    links = Links.of(options.workers, options.workers if options.servers == "n" else int(options.servers), options.bandwidth)
     specs = [parse(text) for text in options.systems]
     if options.clip and (unable := [spec.text for spec in specs if not systems.SYSTEMS[spec.base].clips]):
         raise ConfigError(f"systems: {', '.join(unable)} averages within step(), so no loop can clip there: leave it out")
@@ -172,7 +181,27 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
     require_capped(links, missing, [spec.text for spec in specs if not spec.caps_itself(own.transport)])
     settings = _settings(options, own)
     check_settings(settings)
-    scaling = _scaling(options, links)
+    return Plan(options, links, missing, specs, own, settings, _scaling(options, links))
+
+
+def measure_rows(options: TrainOptions, world: World | None = None, show_progress: bool = False) -> list[dict[str, Any]]:
+    """One row for each system, in the order of ``options.systems``.
+
+    Args:
+        world: the world of this process, if it is a rank that a launcher has started. Then all ranks call this function, links
+            and machines are those that there are, and only rank 0 gets the rows. None means that this process starts the ranks.
+        show_progress: whether to print what is being measured, and how long it will take.
+
+    Raises:
+        ConfigError: an option is wrong, or this machine cannot do what it asks for; the message names it.
+        JobFailed: a process failed or took too long.
+        CommschedError: a rank of ``world`` failed.
+    """
+    from ..harness.rows import Header, make_rows
+
+    plan = plan_of(options, world)
+    options, links, specs, own, settings = plan.options, plan.links, plan.specs, plan.own, plan.settings
+    missing, scaling = plan.why_not_shaped, plan.scaling
     settle = settle_steps(options, specs, own)
     if show_progress and (world is None or world.rank == 0):
         where = "" if world is None else f" on {world.world_size} ranks of {world.launcher}"
@@ -188,7 +217,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
         "settle": settle,
         **{key: getattr(options, key) for key in ("rounds", "steps")},
         "bytes_scale": 1.0 if scaling is None else scaling.bytes_scale,
-        "servers": servers,
+        "servers": links.servers,
         "nominal_rates": links.rates,
         "flow_rate": None if options.flow_bandwidth is None else parse_rate(options.flow_bandwidth, "flow-bandwidth"),
         "capped": missing is not None,
@@ -205,7 +234,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
             return []
     else:
         mpi = any(spec.carrier is not None and spec.carrier.transport == "mpi" for spec in specs)
-        job = Job(options.workers, servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi, auto_sizes=True)
+        job = Job(options.workers, links.servers, links.for_job(), settings, options.timeout_seconds, mpi=mpi, auto_sizes=True)
         job = replace(job, flow_bandwidth=options.flow_bandwidth)
         with relayed_lines() if show_progress else nullcontext() as progress:
             outcome = run_job(job, module, arguments | {"progress": progress})
@@ -215,7 +244,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
         model=(f"{options.model} (reduced)" if scaling is None else scaling.real.model)
         + (" (compiled)" if options.compile else ""),
         workers=options.workers,
-        servers=servers,
+        servers=links.servers,
         bandwidth_bps=None if links.rates is None else 8 * min(links.rates),
         link=outcome.link,
         emulated=scaling is not None,

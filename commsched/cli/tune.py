@@ -96,8 +96,7 @@ def tune(
         result.forget_unfinished()
         known = result.verdict
         code = _run(ranks, servers, command, environ, result, then_stop, own_token=not settings.servers)
-        for line in result.read():
-            say_error(line)
+        result.say_new()
         why = result.end()
     if known is not None and result.verdict is known:  # the job has found nothing new to say
         say_error(known.sentence())
@@ -105,7 +104,8 @@ def tune(
         say_error(f"commsched: {result.path} is written; use it: {use}")
         return code
     because = "" if why is None or result.verdict is not None else f": {why}"
-    again = f"; run the same command again to continue after {result.trials} trials" if result.trials > before else ""
+    goes_on = result.trials > before or (result.trials and why is None)  # not if no search would follow
+    again = f"; run the same command again to continue after {result.trials} trials" if goes_on else ""
     say_error(f"commsched: {result.path} was not written{because}{again}")
     return code or UNFINISHED
 
@@ -125,10 +125,8 @@ def _run(
     main_thread = threading.get_ident()
 
     def follow() -> None:
-        say_error(HEADER)
         while not ended.wait(LOOK_SECONDS):
-            for line in result.read():
-                say_error(line)
+            result.say_new()
             if then_stop and not stopped.is_set() and (result.is_written or result.end() is not None):
                 stopped.set()
                 signal.pthread_kill(main_thread, signal.SIGTERM)  # as if another process had sent it
@@ -228,6 +226,7 @@ class _Result:
         self._before = self._stamp()
         self._offset = 0  # bytes of the journal that have been read
         self._end = end
+        self._has_said = False
 
     @property
     def trials(self) -> int:
@@ -256,6 +255,14 @@ class _Result:
     def is_written(self) -> bool:
         """Whether the tuned file was written since this object was made."""
         return self._stamp() not in (None, self._before)
+
+    def say_new(self) -> None:
+        """Print a line for each new trial and verdict, below the table's header."""
+        for line in self.read():
+            if not self._has_said:
+                self._has_said = True
+                say_error(HEADER)
+            say_error(line)
 
     def read(self) -> list[str]:
         """Read the journal on, and return a line for each new trial and verdict. An incomplete last line is left for the next

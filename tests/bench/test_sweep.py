@@ -55,7 +55,7 @@ def path(tmp_path):
 
 
 def run(path, measure, *argv):
-    return sweep.run(parse("--out", str(path), *argv), measure)
+    return sweep.run(parse("--out", str(path), *argv), measure, lambda options: None)
 
 
 def test_cells_are_the_product_and_each_only_once():
@@ -149,10 +149,18 @@ def test_what_another_commit_measured_is_measured_again(path, capsys):
 
 
 @pytest.mark.usefixtures("of_another_commit")
-def test_it_is_kept_if_one_says_so(path):
+def test_it_is_kept_if_one_says_so(path, capsys):
     again = Measure()
     assert run(path, again, "--rho", "1,2,4", "--keep") == 0
     assert again.seen == [(2, 4)]
+    assert "2 cells are of another commit, machine or version; they are kept as they are\n" in capsys.readouterr().err
+
+
+def test_a_mistake_is_told_before_any_cell_is_measured(path):
+    measure = Measure()
+    with pytest.raises(ConfigError, match="uniform 3\\+0 loopback rho 1: bandwidth: an EMULATED model is scaled to the link"):
+        sweep.run(parse("--out", str(path), "--workers", "3,4"), measure)
+    assert measure.seen == []
 
 
 @pytest.mark.parametrize("options", [[], ["--keep"]])

@@ -113,7 +113,8 @@ def test_results_of_another_commit_are_measured_again(outcome, monkeypatch, tmp_
     assert main(["transports", "--out", str(tmp_path), *options]) == 0
     assert outcome["runs"] == runs
     said = capsys.readouterr().err
-    assert said.startswith("1 results are of another commit, machine or version") if runs == 2 else not said
+    then = ", so they are measured again; --keep keeps them" if runs == 2 else "; they are kept as they are"
+    assert said.startswith(f"1 results are of another commit, machine or version{then}\n")
     assert f"| run {runs} | 0 |" in (tmp_path / "tables.md").read_text()
 
 

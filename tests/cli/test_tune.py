@@ -145,10 +145,22 @@ def test_training_that_ends_first_is_told_from_success(run_job: RunJob, capsys: 
 def test_a_job_that_fails_has_its_own_code(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
     run_job(lambda _: 7)
     assert commsched_tune() == 7
-    assert capsys.readouterr().err.splitlines() == [HEADER, "commsched: tuned.toml was not written"]
+    assert capsys.readouterr().err.splitlines() == ["commsched: tuned.toml was not written"]
     run_job(lambda _: write(KEPT, tuned=True) or 7)
     assert commsched_tune() == 7
     assert "tuned.toml is written; use it" in capsys.readouterr().err
+
+
+def test_a_start_without_a_new_trial_says_how_to_go_on_from_the_earlier_ones(
+    run_job: RunJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(UNFINISHED)
+    run_job(lambda _: 130)
+    assert commsched_tune() == 130
+    assert capsys.readouterr().err.splitlines() == [
+        "commsched: tuned.jsonl has 2 trials of an earlier run: tuning continues after them",
+        "commsched: tuned.toml was not written; run the same command again to continue after 2 trials",
+    ]
 
 
 def test_a_second_start_goes_on(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +264,7 @@ def test_a_verdict_whose_file_is_gone_is_written_again(run_job: RunJob, capsys: 
     write(KEPT)
     run_job(lambda _: write(None, (), tuned=True) or 0)
     assert commsched_tune() == 0
-    assert capsys.readouterr().err.splitlines()[2:-1] == [KEPT.sentence()]
+    assert capsys.readouterr().err.splitlines()[1:-1] == [KEPT.sentence()]
 
 
 def test_a_file_that_was_there_before_is_not_taken_for_the_result(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def find_overlap(named: Mapping[str, torch.Tensor], trained: set[int]) -> tuple[
     extents = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in named.items()
-        if tensor.layout == torch.strided and tensor.numel() > 0 and tensor.data_ptr() != 0
+        if tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() > 0 and tensor.data_ptr() != 0
     )
     reach, widest = 0, ""  # the end of the tensors so far, and the tensor that reaches there
     for start, end, name in extents:

@@ -36,10 +36,10 @@ def broadcast_model(
     inside = {id(tensor) for tensor in named.values()}
     named |= {f"parameter '{name}'": tensor for name, tensor in beside.items() if id(tensor) not in inside}
     named |= {f"buffer '{name}'": tensor for name, tensor in model.named_buffers()}
-    records = session.gather([[name, list(tensor.shape), _kind(tensor)] for name, tensor in named.items()])
+    records = session.gather([[name, _shape(tensor), _kind(tensor)] for name, tensor in named.items()])
     require_same(records, lambda different: f"the model has {different.text(_text)}")
     for name, tensor in named.items():
-        if tensor.layout is not torch.strided:
+        if _oddity(tensor) is not None:
             raise UnsupportedError(f"{name} is a {_kind(tensor)} tensor, which cannot be broadcast; make it a plain attribute")
     broadcast_parameters(session, named, root)
 
@@ -61,11 +61,28 @@ def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimi
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype) if tensor.layout is torch.strided else f"{tensor.dtype} {tensor.layout}"
+    oddity = _oddity(tensor)
+    return str(tensor.dtype) if oddity is None else f"{tensor.dtype} {oddity}"
+
+
+def _oddity(tensor: torch.Tensor) -> str | None:
+    """What keeps the elements of ``tensor`` from being sent as bytes; None for a dense tensor with values. PyTorch ends the
+    process if the bytes of a quantized one are read."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "meta"
+    return None if tensor.layout is torch.strided else str(tensor.layout)
+
+
+def _shape(tensor: torch.Tensor) -> list[int] | None:
+    return None if tensor.is_nested else list(tensor.shape)
 
 
 def _text(described: list[Any] | None) -> str:
-    return "nothing more" if described is None else f"{described[0]} {described[2]}{described[1]}"
+    return "nothing more" if described is None else f"{described[0]} {described[2]}{described[1] or ''}"
 
 
 def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int | None = None) -> None:
@@ -174,7 +191,7 @@ def _describe_state(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
 def _describe_value(value: Any, parameter: torch.Tensor, key: str) -> list[Any]:
     """Describe ``value`` as JSON. A tensor is described by its shape, dtype, strides (None if shape and strides are the
     parameter's), and whether it is on the parameter's device. Raises UnsupportedError if ``value`` cannot be broadcast."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+    if isinstance(value, torch.Tensor) and _oddity(value) is None:
         shape, dtype = list(value.shape), str(value.dtype).removeprefix("torch.")
         alike = value.shape == parameter.shape and value.stride() == parameter.stride()
         strides = None if alike else list(torch.empty_like(value, device="meta").stride())

@@ -43,12 +43,26 @@ class Mixed(nn.Module):
             "buffer 'adj' is a torch.float32 torch.sparse_coo tensor, which cannot be broadcast",
         ),
         (
+            lambda rank: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            "buffer 'adj' is a torch.float32 nested tensor, which cannot be broadcast",
+        ),
+        (
+            lambda rank: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+            "buffer 'adj' is a torch.quint8 quantized tensor, which cannot be broadcast",
+        ),
+        (
+            lambda rank: torch.zeros(3, device="meta"),
+            "buffer 'adj' is a torch.float32 meta tensor, which cannot be broadcast",
+        ),
+        (
             lambda rank: torch.full((1, 3), 1.0 + rank).expand(3, 3),
             "buffer 'adj' cannot get the values that it has on another rank",
         ),
     ],
-    ids=["sparse", "expanded"],
+    ids=["sparse", "nested", "quantized", "meta", "expanded"],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_a_buffer_that_cannot_be_broadcast_is_refused_by_name(make: Any, said: str) -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         rank = data.ranks[0]

@@ -142,8 +142,6 @@ def open_streams(
         from .grpc_lane import GrpcStream
 
         _require_one(address)
-        if flows > 1:
-            raise ConfigError(f"flows={flows} needs lane='tcp': gRPC has one connection between two processes")
         return [GrpcStream(peer, address, options, job, waits)]
     from .tcp_lane import TcpStream
 

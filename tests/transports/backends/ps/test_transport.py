@@ -126,11 +126,6 @@ def test_averages_and_norms_with_a_separate_server_and_several_flows():
     check_leaver(partial(separate_world, flows=2))
 
 
-def test_several_flows_over_grpc_are_refused():
-    with pytest.raises(ConfigError, match="flows=2 needs lane='tcp': gRPC has one connection between two processes"):
-        open_ps(a_context(0, 1, pytest.fail, lane="grpc", flows=2), ["127.0.0.1:1"])
-
-
 def test_flows_connect_to_the_addresses_of_a_server_in_turn(monkeypatch):
     tried = []
     monkeypatch.setattr(tcp_lane.TcpStream, "_connect", lambda stream: tried.append(stream._address))
