@@ -2,7 +2,8 @@
 
 Each finished cell is written to the file before the next begins. Cells in the file are not measured again, unless they are from
 another commit, machine or version, or the file of their profile has changed. Failed cells are tried again. Cells in the file
-that are not in this product are kept unchanged.
+that are not in this product are kept unchanged. A cell that cannot be measured here, by its options, ends the sweep before it
+begins.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _sweep(options: Sequence[TrainOptions], log: SweepLog, measure: Measure, che
     """Measure the cells that ``log`` lacks. If this process ends early, ``log`` keeps the finished cells.
 
     Raises:
-        ConfigError: a cell that is to be measured cannot be measured. None was.
+        ConfigError: a cell that is to be measured cannot be, by its options. No cell is measured then.
     """
     from tqdm import tqdm
 

@@ -516,11 +516,11 @@ class Settings:
                     values[key] = known[key].metadata["parse"](value, label(key))
                     if place > 0 or "tuned" not in source:
                         given.add(key)
-        settings = cls(**values, given=frozenset(given))
-        if settings.flows > 1 and settings.lane == "grpc":
-            flows = settings.text_of("flows")
-            raise ConfigError(f"{flows} needs lane='tcp': gRPC has one connection between two processes")
-        return settings
+        return cls(**values, given=frozenset(given))
+
+    def __post_init__(self) -> None:
+        if self.flows > 1 and self.lane == "grpc":
+            raise ConfigError(f"flows={self.flows} needs lane='tcp': gRPC has one connection between two processes")
 
 
 #: How like ``COMMSCHED`` another prefix of a variable is, from 0 to 1, to be taken for it: COMSCHED and COMMSCHEDULER are.

@@ -52,8 +52,7 @@ class Job:
     flow_bandwidth: str | None = None
 
     def __post_init__(self) -> None:
-        if self.flow_bandwidth is not None and self.bandwidth is None:
-            raise ConfigError(f"flow-bandwidth={self.flow_bandwidth}: it needs links with a bandwidth")
+        require_links(self.flow_bandwidth, self.bandwidth)
 
     @property
     def hosts(self) -> int:
@@ -79,6 +78,15 @@ class Outcome:
 
     by_rank: list[Any]
     link: str
+
+
+def require_links(flow_bandwidth: str | None, bandwidth: object) -> None:
+    """
+    Raises:
+        ConfigError: there is a ``flow_bandwidth`` and no bandwidth.
+    """
+    if flow_bandwidth is not None and bandwidth is None:
+        raise ConfigError(f"flow-bandwidth={flow_bandwidth}: it needs links with a bandwidth")
 
 
 def require_no_launcher() -> None:

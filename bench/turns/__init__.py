@@ -20,7 +20,7 @@ from commsched.transports.open import Capabilities, choose
 
 from .. import systems
 from ..harness.arguments import CLIPS, add_options, at_least, check_settings, require_extra, setting
-from ..harness.job import Job, run_job
+from ..harness.job import Job, require_links, require_no_launcher, run_job
 from ..harness.links import Links, require_capped, why_not_shaped
 from ..harness.progress import relayed_lines
 from ..harness.results import commit
@@ -136,7 +136,10 @@ class Plan:
 
     Args:
         options: with the transport that ``auto`` stands for, and what a launcher decides.
+        why_not_shaped: the reason why ranks limit their rate by themselves; None if links are shaped or need not be.
+        specs: the systems, in the order of the options.
         own: the carrier of systems that name none.
+        settings: of the ranks' own session.
         scaling: of an EMULATED model; None if it is REAL.
     """
 
@@ -158,6 +161,9 @@ def plan_of(options: TrainOptions, world: World | None = None) -> Plan:
     require_extra("bench", "torch", *(["sklearn"] if options.real else []))
     if world is not None:
         options = _options_here(options, world)
+    else:
+        require_no_launcher()
+        require_links(options.flow_bandwidth, options.bandwidth)
     if options.settle < MIN_SETTLE_STEPS:
         raise ConfigError(
             f"settle={options.settle}: the first {MIN_SETTLE_STEPS} steps of a turn may still use "

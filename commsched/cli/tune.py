@@ -104,7 +104,8 @@ def tune(
         say_error(f"commsched: {result.path} is written; use it: {use}")
         return code
     because = "" if why is None or result.verdict is not None else f": {why}"
-    goes_on = result.trials > before or (result.trials and why is None)  # not if no search would follow
+    is_over = why is not None or (result.verdict is not None and result.verdict.finished)
+    goes_on = result.trials > (before if is_over else 0)  # a search that is over goes on from no trial of an earlier run
     again = f"; run the same command again to continue after {result.trials} trials" if goes_on else ""
     say_error(f"commsched: {result.path} was not written{because}{again}")
     return code or UNFINISHED

@@ -156,6 +156,20 @@ def test_it_is_kept_if_one_says_so(path, capsys):
     assert "2 cells are of another commit, machine or version; they are kept as they are\n" in capsys.readouterr().err
 
 
+def test_no_cell_is_measured_beside_one_that_cannot_be(path):
+    def check(options):
+        if options.rho == 2:
+            raise ConfigError("too much")
+
+    measure = Measure()
+    with pytest.raises(ConfigError, match="uniform 2\\+0 loopback rho 2: too much"):
+        sweep.run(parse("--out", str(path), "--rho", "1,2"), measure, check)
+    assert measure.seen == []
+    assert run(path, measure, "--rho", "1,2") == 0
+    assert sweep.run(parse("--out", str(path), "--rho", "1,2,4"), measure, check) == 0  # what is measured is not checked
+    assert measure.seen == [(2, 1), (2, 2), (2, 4)]
+
+
 def test_a_mistake_is_told_before_any_cell_is_measured(path):
     measure = Measure()
     with pytest.raises(ConfigError, match="uniform 3\\+0 loopback rho 1: bandwidth: an EMULATED model is scaled to the link"):

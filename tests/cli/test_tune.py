@@ -163,6 +163,13 @@ def test_a_start_without_a_new_trial_says_how_to_go_on_from_the_earlier_ones(
     ]
 
 
+def test_a_search_that_is_over_does_not_go_on(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
+    write(KEPT)
+    run_job(lambda _: 130)
+    assert commsched_tune() == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "commsched: tuned.toml was not written"
+
+
 def test_a_second_start_goes_on(run_job: RunJob, capsys: pytest.CaptureFixture[str]) -> None:
     write(UNFINISHED)
     more = Trial("search", replace(WINNER, credit_bytes=4_000_000), Window(0.5, 0.001, 10), 4.0, 13)

@@ -115,6 +115,10 @@ class Deferred(Guarded, torch.Tensor):
             return self
         return super().to(*args, **kwargs)
 
+    def as_subclass(self, cls: Any) -> Any:
+        self.commsched_resolve()
+        return self.as_subclass(cls)
+
     def __deepcopy__(self, memo: Any) -> Any:
         self.commsched_resolve()
         return copy.deepcopy(self, memo)
@@ -201,6 +205,8 @@ class _Arguments:
         if isinstance(given, tuple | list):
             return [self._take(each) for each in given]
         if isinstance(given, Deferred):
+            if given.requires_grad:
+                raise _Impossible  # autograd is to know the operation
             given = value_of(given)
             if all(source.is_over for source in given.sources):
                 raise _Impossible

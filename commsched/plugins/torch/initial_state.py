@@ -38,15 +38,16 @@ def broadcast_model(
     named |= {f"buffer '{name}'": tensor for name, tensor in model.named_buffers()}
     records = session.gather([[name, _shape(tensor), _kind(tensor)] for name, tensor in named.items()])
     require_same(records, lambda different: f"the model has {different.text(_text)}")
-    for name, tensor in named.items():
-        if _oddity(tensor) is not None:
-            raise UnsupportedError(f"{name} is a {_kind(tensor)} tensor, which cannot be broadcast; make it a plain attribute")
     broadcast_parameters(session, named, root)
 
 
 def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.Tensor], root: int = 0) -> None:
     """Broadcast the values that ``root`` has of tensors that all ranks have with the same names, shapes and types.
-    Collective."""
+    Collective. Raises UnsupportedError, before it sends anything, if a tensor is not dense or has no values."""
+    for name, tensor in named.items():
+        if _oddity(tensor) is not None:
+            mend = "give it values (to_empty, load_state_dict) before that" if tensor.is_meta else "make it a plain attribute"
+            raise UnsupportedError(f"{name} is a {_kind(tensor)} tensor, which cannot be broadcast; {mend}")
     with no_use():
         _broadcast(session, "parameters and buffers", {name: tensor.detach() for name, tensor in named.items()}, root)
 
@@ -82,7 +83,10 @@ def _shape(tensor: torch.Tensor) -> list[int] | None:
 
 
 def _text(described: list[Any] | None) -> str:
-    return "nothing more" if described is None else f"{described[0]} {described[2]}{described[1] or ''}"
+    if described is None:
+        return "nothing more"
+    name, shape, kind = described
+    return f"{name} {kind}" if shape is None else f"{name} {kind}{shape}"
 
 
 def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int | None = None) -> None:
@@ -203,9 +207,9 @@ def _describe_value(value: Any, parameter: torch.Tensor, key: str) -> list[Any]:
     if type(value) is dict and all(isinstance(name, _SCALARS) for name in value):
         return ["dict", [[name, _describe_value(item, parameter, key)] for name, item in value.items()]]
     raise UnsupportedError(
-        f"the optimizer's state '{key}' holds a {_type_text(value)}; only dense tensors, plain values, and lists, tuples and "
-        "dicts of these can be broadcast: make the ScheduledOptimizer before the optimizer has a state, and load the "
-        "checkpoint after that, on all ranks"
+        f"the optimizer's state '{key}' holds a {_type_text(value)}; only dense tensors with values, plain values, and lists, "
+        "tuples and dicts of these can be broadcast: make the ScheduledOptimizer before the optimizer has a state, and load "
+        "the checkpoint after that, on all ranks"
     )
 
 

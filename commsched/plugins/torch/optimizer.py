@@ -720,5 +720,7 @@ def _make_slots(param_groups: list[dict[str, Any]], model: torch.nn.Module, firs
                 continue
             seen.add(id(parameter))
             name = names.get(id(parameter), f"param_groups[{index}]['params'][{position}]")
+            if parameter.is_nested:
+                raise UnsupportedError(f"parameter '{name}' is a nested tensor; only dense gradients can be averaged")
             slots.append(Slot(name, parameter, index, id(parameter) in sparse))
     return sorted(slots, key=lambda slot: places.get(id(slot.parameter), len(places)))

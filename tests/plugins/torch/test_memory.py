@@ -35,6 +35,40 @@ class Mixed(nn.Module):
             self.register_buffer(name, buffer)
 
 
+def test_the_shape_of_a_buffer_that_differs_is_named() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        module = nn.Linear(2, 2)
+        module.register_buffer("count", torch.zeros((), dtype=torch.int64) if data.ranks[0] == 0 else torch.zeros(2))
+        data.scheduled(sgd(module), module)
+
+    with pytest.raises(commsched.CommschedError, match=r"buffer 'count' torch.int64\[\].*buffer 'count' torch.float32\[2\]"):
+        run(loop, model=lambda: nn.Linear(1, 1))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantized_state_that_would_have_to_be_broadcast_is_refused_by_name() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        module = nn.Linear(2, 2)
+        plain = sgd(module)
+        plain.state[module.weight]["scales"] = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+        data.scheduled(plain, module)
+
+    said = "the optimizer's state 'scales' holds a torch.quint8 quantized tensor; only dense tensors with values"
+    with pytest.raises(commsched.UnsupportedError, match=said):
+        run(loop, model=lambda: nn.Linear(1, 1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_parameter_is_refused_by_name() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        module = nn.Linear(2, 2)
+        module.ragged = nn.Parameter(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+        data.scheduled(sgd(module), module)
+
+    with pytest.raises(commsched.UnsupportedError, match="parameter 'ragged' is a nested tensor; only dense gradients"):
+        run(loop, model=lambda: nn.Linear(1, 1))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -127,8 +127,9 @@ class Port(Protocol):
 def open_streams(
     peer: str, address: str, options: StreamOptions, job: str, flows: int = 1, *, waits: bool = True
 ) -> list[WorkerStream]:
-    """Return a worker's ends of ``flows`` streams to the server at ``address``. They share the gradients that wait to be sent.
-    Each connects when its ``frames`` are iterated. A server with several addresses gets the streams at each in turn.
+    """Return a worker's ends of ``flows`` streams to the server at ``address``; gRPC has one. They share the gradients that
+    wait to be sent. Each connects when its ``frames`` are iterated. A server with several addresses gets the streams at each in
+    turn.
 
     Args:
         peer: the name of the server in messages, such as ``server 1 at 10.0.0.7:4242``.
@@ -136,7 +137,7 @@ def open_streams(
         waits: they try again while the server is not up. Otherwise ``frames`` raises StreamBroken.
 
     Raises:
-        ConfigError: the carrier has one stream to a server only, or the server has more addresses than ``flows``.
+        ConfigError: the server has several addresses and the carrier uses one, or it has more addresses than ``flows``.
     """
     if options.lane == "grpc":
         from .grpc_lane import GrpcStream
