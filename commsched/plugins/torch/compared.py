@@ -176,7 +176,8 @@ class ComparedWeights:
             for slot in self._slots:
                 part = self._check.wanted(slot.flag)
                 if part is not None:
-                    flat = slot.parameter.detach().reshape(-1).contiguous()  # a slice with a step stays one when it is flat
+                    values = slot.parameter.detach().resolve_conj().resolve_neg()
+                    flat = values.reshape(-1).contiguous()  # a slice with a step stays one when it is flat
                     values = flat.view(torch.uint8)[slice(*part)]
                     self._device.digest(values, partial(self._check.add, slot.flag))
 

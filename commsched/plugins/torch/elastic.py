@@ -12,7 +12,7 @@ import commsched
 
 from ...core.errors import UnsupportedError
 from ..common.undo import Undo, require_no_undo, require_only_one
-from .initial_state import options_of, parameters_of, take_options, write
+from .initial_state import distinct, options_of, parameters_of, take_options
 from .layout import layouts_in
 from .norms import NormsOfRound
 from .saved import Saved, copied, put_back, saved_for_update
@@ -60,7 +60,7 @@ class ElasticPart:
         model = self._of._model
         with torch.no_grad():
             # A version of a buffer would not say whether it has changed: BatchNorm on the CPU and ``.data`` leave it as it was.
-            buffers = {name: copied(buffer, in_host=self._in_host) for name, buffer in model.named_buffers()}
+            buffers = {name: copied(distinct(buffer), in_host=self._in_host) for name, buffer in model.named_buffers()}
         pending = {id(slot.parameter) for slot in self._of._pending.values()}
         others = ((name, each) for name, each in model.named_parameters() if id(each) not in pending)
         versions = {name: each._version for name, each in others if not each.requires_grad and not each.is_inference()}
@@ -90,7 +90,7 @@ class ElasticPart:
         versions |= {name: each._version for name, each in self._of._model.named_parameters() if name in versions}
         with torch.no_grad():
             for name, buffer in self._of._model.named_buffers():
-                write(f"buffer '{name}'", buffer, buffers[name])
+                distinct(buffer).copy_(buffers[name])
         self.set_hyper_parameters({"options": options, "norms": asdict(norms)})
 
     def keep(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,20 +36,21 @@ def broadcast_model(
     inside = {id(tensor) for tensor in named.values()}
     named |= {f"parameter '{name}'": tensor for name, tensor in beside.items() if id(tensor) not in inside}
     named |= {f"buffer '{name}'": tensor for name, tensor in model.named_buffers()}
-    records = session.gather([[name, _shape(tensor), _kind(tensor)] for name, tensor in named.items()])
-    require_same(records, lambda different: f"the model has {different.text(_text)}")
     broadcast_parameters(session, named, root)
 
 
 def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.Tensor], root: int = 0) -> None:
-    """Broadcast the values that ``root`` has of tensors that all ranks have with the same names, shapes and types.
-    Collective. Raises UnsupportedError, before it sends anything, if a tensor is not dense or has no values."""
+    """Broadcast the values that ``root`` has. Collective. Before anything is sent, it raises ManifestMismatch if ranks have
+    other names, shapes or types, and UnsupportedError if a tensor is not dense or has no values."""
+    with no_use():
+        named = {name: tensor.detach() for name, tensor in named.items()}
+    records = session.gather([_described(name, tensor) for name, tensor in named.items()])
+    require_same(records, lambda different: f"the model has {different.text(_text)}")
     for name, tensor in named.items():
         if _oddity(tensor) is not None:
             mend = "give it values (to_empty, load_state_dict) before that" if tensor.is_meta else "make it a plain attribute"
             raise UnsupportedError(f"{name} is a {_kind(tensor)} tensor, which cannot be broadcast; {mend}")
-    with no_use():
-        _broadcast(session, "parameters and buffers", {name: tensor.detach() for name, tensor in named.items()}, root)
+    _broadcast(session, "parameters and buffers", list(named.values()), root)
 
 
 def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -78,15 +79,28 @@ def _oddity(tensor: torch.Tensor) -> str | None:
     return None if tensor.layout is torch.strided else str(tensor.layout)
 
 
-def _shape(tensor: torch.Tensor) -> list[int] | None:
-    return None if tensor.is_nested else list(tensor.shape)
+def _described(name: str, tensor: torch.Tensor) -> list[Any]:
+    """What all ranks must have in common: name, type, shape, and the shape of :func:`distinct`, as JSON."""
+    if _oddity(tensor) is not None:
+        return [name, _kind(tensor), [], []]
+    return [name, _kind(tensor), list(tensor.shape), list(distinct(tensor).shape)]
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the elements of ``tensor`` that ``expand()`` has not repeated. To write them is to write all."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _text(described: list[Any] | None) -> str:
     if described is None:
         return "nothing more"
-    name, shape, kind = described
-    return f"{name} {kind}" if shape is None else f"{name} {kind}{shape}"
+    name, kind, shape, of_distinct = described
+    return f"{name} {kind}{shape}" + ("" if shape == of_distinct else f" expanded from {of_distinct}")
 
 
 def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int | None = None) -> None:
@@ -114,7 +128,7 @@ def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optim
         for group, options in zip(optimizer.param_groups, theirs):
             group.update({key: _like(group.get(key), value) for key, value in options["options"].items()})
     state = _adopt_state(optimizer, records[root]["state"], session.rank == root)
-    _broadcast(session, "optimizer state", {f"tensor {n} of the optimizer's state": each for n, each in enumerate(state)}, root)
+    _broadcast(session, "optimizer state", state, root)
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -254,36 +268,21 @@ def _collect_tensors(value: Any, into: list[torch.Tensor]) -> None:
             _collect_tensors(item, into)
 
 
-def _broadcast(session: commsched.Session, what: str, named: Mapping[str, torch.Tensor], root: int) -> None:
+def _broadcast(session: commsched.Session, what: str, tensors: Sequence[torch.Tensor], root: int) -> None:
     """Broadcast the bytes of tensors in pieces of at most :data:`PIECE_BYTES`, so that the additional memory does not grow with
     the model."""
-    total = sum(tensor.nbytes for tensor in named.values())
+    tensors = [distinct(tensor) for tensor in tensors]
+    total = sum(tensor.nbytes for tensor in tensors)
     piece = _Piece(session, what, min(total, PIECE_BYTES), root)
     with torch.no_grad():
-        for name, tensor in named.items():
+        for tensor in tensors:
             contiguous = tensor.resolve_conj().resolve_neg().contiguous()  # the tensor itself, if it is contiguous
             values = _bytes_of(contiguous)
             while len(values) > 0:
                 values = values[piece.add(values) :]
             if contiguous is not tensor:
-                piece.then(partial(write, name, tensor, contiguous))
+                piece.then(partial(tensor.copy_, contiguous))
         piece.send()
-
-
-def write(name: str, tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` to ``tensor``. One whose elements share memory must have these values, since it cannot be written.
-
-    Raises:
-        UnsupportedError: it has others.
-    """
-    try:
-        tensor.copy_(values)
-    except RuntimeError as error:
-        if not _is_equal(_bytes_of(tensor.contiguous()), _bytes_of(values)):
-            raise UnsupportedError(
-                f"{name} cannot get the values that it has on another rank, or had before, since its elements share memory, as "
-                "after expand(); make it contiguous"
-            ) from error
 
 
 def _bytes_of(contiguous: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -43,9 +43,9 @@ class OverNccl(Device):
         notify(self.layer.current_stream().record())
 
 
-def broadcast(session: Session, what: str, named: Mapping[str, torch.Tensor], root: int) -> None:
+def broadcast(session: Session, what: str, tensors: Sequence[torch.Tensor], root: int) -> None:
     """This stands for the plugin's, which would ask PyTorch for memory of CUDA."""
-    for tensor in named.values():
+    for tensor in tensors:
         tensor.copy_(torch.tensor(session.gather(tensor.double().tolist())[root], dtype=torch.float64))
 
 
