@@ -91,8 +91,8 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
+        if stride == 0 and size > 0:
+            tensor = tensor.select(dim, 0).unsqueeze(dim)  # with a stride that a view as bytes accepts
     return tensor
 
 

@@ -31,6 +31,8 @@ class Mixed(nn.Module):
             "transposed": torch.randn(6, 5, dtype=torch.bfloat16).t(),
             "nothing": torch.empty(0),
             "expanded": torch.randn(1, 3).expand(3, 3),
+            "repeated": torch.randn(1).expand(4),
+            "single": torch.randn(()).expand(1),
             "special": torch.tensor([[0.0, -0.0, torch.nan]]).expand(3, 3),
         }.items():
             self.register_buffer(name, buffer)
