@@ -60,7 +60,8 @@ class ElasticPart:
         model = self._of._model
         with torch.no_grad():
             # A version of a buffer would not say whether it has changed: BatchNorm on the CPU and ``.data`` leave it as it was.
-            buffers = {name: copied(distinct(buffer), in_host=self._in_host) for name, buffer in model.named_buffers()}
+            named = dict(model.named_buffers())
+            buffers = {name: (each.numel(), copied(distinct(each), in_host=self._in_host)) for name, each in named.items()}
         pending = {id(slot.parameter) for slot in self._of._pending.values()}
         others = ((name, each) for name, each in model.named_parameters() if id(each) not in pending)
         versions = {name: each._version for name, each in others if not each.requires_grad and not each.is_inference()}
@@ -87,10 +88,17 @@ class ElasticPart:
                     "off, and its values before that are gone: make it a buffer of the model, which goes back with the step"
                 )
         self._undo.take_back(steps)
-        versions |= {name: each._version for name, each in self._of._model.named_parameters() if name in versions}
         with torch.no_grad():
             for name, buffer in self._of._model.named_buffers():
-                distinct(buffer).copy_(buffers[name])
+                (size, values), now = buffers[name], distinct(buffer)
+                if buffer.numel() != size or now.numel() < values.numel():
+                    raise UnsupportedError(
+                        f"buffer '{name}' was replaced by one of another size, or by an expanded one, in the step that was "
+                        "broken off, so it cannot get its values back"
+                    )
+                now.copy_(values)
+        # A buffer may share a parameter's memory.
+        versions |= {name: each._version for name, each in self._of._model.named_parameters() if name in versions}
         self.set_hyper_parameters({"options": options, "norms": asdict(norms)})
 
     def keep(self) -> bool:

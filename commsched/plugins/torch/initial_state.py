@@ -15,6 +15,7 @@ from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...devices import open_device
 from .compared import compared_keys
+from .guard import unguarded
 from .timing import no_use
 
 log = logging.getLogger("commsched")
@@ -30,8 +31,7 @@ def broadcast_model(
     session: commsched.Session, model: torch.nn.Module, beside: Mapping[str, torch.Tensor], root: int = 0
 ) -> None:
     """Broadcast the parameters of ``root``, frozen or not, and buffers of every type, bit for bit; also those parameters
-    ``beside`` the model, by name, that it lacks. Collective. Raises ManifestMismatch if models differ in a name, shape or
-    type."""
+    ``beside`` the model, by name, that it lacks. Collective. Raises the errors of :func:`broadcast_parameters`."""
     named: dict[str, torch.Tensor] = {f"parameter '{name}'": tensor for name, tensor in model.named_parameters()}
     inside = {id(tensor) for tensor in named.values()}
     named |= {f"parameter '{name}'": tensor for name, tensor in beside.items() if id(tensor) not in inside}
@@ -42,15 +42,17 @@ def broadcast_model(
 def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.Tensor], root: int = 0) -> None:
     """Broadcast the values that ``root`` has. Collective. Before anything is sent, it raises ManifestMismatch if ranks have
     other names, shapes or types, and UnsupportedError if a tensor is not dense or has no values."""
-    with no_use():
-        named = {name: tensor.detach() for name, tensor in named.items()}
-    records = session.gather([_described(name, tensor) for name, tensor in named.items()])
+    with unguarded():  # nothing waits before all ranks have compared
+        described = [_described(name, tensor) for name, tensor in named.items()]
+    records = session.gather(described)
     require_same(records, lambda different: f"the model has {different.text(_text)}")
-    for name, tensor in named.items():
+    with no_use():
+        tensors = {name: tensor.detach() for name, tensor in named.items()}
+    for name, tensor in tensors.items():
         if _oddity(tensor) is not None:
             mend = "give it values (to_empty, load_state_dict) before that" if tensor.is_meta else "make it a plain attribute"
             raise UnsupportedError(f"{name} is a {_kind(tensor)} tensor, which cannot be broadcast; {mend}")
-    _broadcast(session, "parameters and buffers", list(named.values()), root)
+    _broadcast(session, "parameters and buffers", [distinct(tensor) for tensor in tensors.values()], root)
 
 
 def require_same_group(session: commsched.Session, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -87,7 +89,8 @@ def _described(name: str, tensor: torch.Tensor) -> list[Any]:
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the elements of ``tensor`` that ``expand()`` has not repeated. To write them is to write all."""
+    """A view of the elements of ``tensor`` that ``expand()`` has not repeated. To write them is to write all. A tensor of
+    another layout comes back as it is."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
@@ -271,7 +274,6 @@ def _collect_tensors(value: Any, into: list[torch.Tensor]) -> None:
 def _broadcast(session: commsched.Session, what: str, tensors: Sequence[torch.Tensor], root: int) -> None:
     """Broadcast the bytes of tensors in pieces of at most :data:`PIECE_BYTES`, so that the additional memory does not grow with
     the model."""
-    tensors = [distinct(tensor) for tensor in tensors]
     total = sum(tensor.nbytes for tensor in tensors)
     piece = _Piece(session, what, min(total, PIECE_BYTES), root)
     with torch.no_grad():
@@ -280,7 +282,7 @@ def _broadcast(session: commsched.Session, what: str, tensors: Sequence[torch.Te
             values = _bytes_of(contiguous)
             while len(values) > 0:
                 values = values[piece.add(values) :]
-            if contiguous is not tensor:
+            if contiguous is not tensor and session.rank != root:
                 piece.then(partial(tensor.copy_, contiguous))
         piece.send()
 

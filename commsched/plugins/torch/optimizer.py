@@ -437,7 +437,7 @@ class ScheduledOptimizer(Optimizer):
     def _take_over(self, root: int) -> None:
         """Take over the parameters, buffers and optimizer state of rank ``root``. Collective; no update may be outstanding."""
         assert self._exchange is not None
-        named: dict[str, torch.Tensor] = {slot.name: slot.parameter for slot in self._exchange.places.all}
+        named: dict[str, torch.Tensor] = {f"parameter '{slot.name}'": slot.parameter for slot in self._exchange.places.all}
         named |= {f"buffer '{name}'": buffer for name, buffer in self._model.named_buffers()}
         broadcast_parameters(self._session, named, root)
         broadcast_optimizer(self._session, self.optimizer, root)
@@ -677,7 +677,7 @@ class ScheduledOptimizer(Optimizer):
             self._look_for_shared_memory([*exchange.places.all, *slots])
             self._look_for_repeated_parameters()
             exchange.add(slots)
-            broadcast_parameters(self._session, {slot.name: slot.parameter for slot in slots})
+            broadcast_parameters(self._session, {f"parameter '{slot.name}'": slot.parameter for slot in slots})
             self._make_comparison()
 
     def __getattr__(self, name: str) -> Any:
@@ -720,7 +720,9 @@ def _make_slots(param_groups: list[dict[str, Any]], model: torch.nn.Module, firs
                 continue
             seen.add(id(parameter))
             name = names.get(id(parameter), f"param_groups[{index}]['params'][{position}]")
-            if parameter.is_nested:
+            with unguarded():
+                is_nested = parameter.is_nested
+            if is_nested:
                 raise UnsupportedError(f"parameter '{name}' is a nested tensor; only dense gradients can be averaged")
             slots.append(Slot(name, parameter, index, id(parameter) in sparse))
     return sorted(slots, key=lambda slot: places.get(id(slot.parameter), len(places)))

@@ -38,13 +38,16 @@ class Model(nn.Module):
         self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
         self.norm = nn.BatchNorm1d(8)
         self.register_buffer("counted", torch.zeros(1))
+        self.register_buffer("repeated", torch.zeros(1).expand(2))
         self.teacher = nn.Parameter(torch.zeros(1), requires_grad=False)
         self.gate: Callable[[str], None] = lambda _: None
 
     counted: torch.Tensor
+    repeated: torch.Tensor
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.counted.data.mul_(0.5).add_(1.0)  # its version stays, as it does for the statistics of a BatchNorm
+        self.repeated[:1].mul_(0.5).add_(1.0)
         hidden = torch.relu(self.first(inputs))
         self.gate("forward")
         outputs: torch.Tensor = self.third(torch.relu(self.norm(self.second(hidden))))
@@ -142,7 +145,7 @@ def train(
             shares.append((step.number, step.rank, step.world_size))
     state = [[name, value.tolist()] for each in model.parameters() for name, value in base.state[each].items()]
     weights = [parameter.detach().tolist() for parameter in model.parameters()]
-    buffers = [int(model.norm.num_batches_tracked), model.counted.item()]
+    buffers = [int(model.norm.num_batches_tracked), model.counted.item(), model.repeated.tolist()]
     return [weights, state, base.param_groups[0]["lr"], buffers, elastic.state]
 
 

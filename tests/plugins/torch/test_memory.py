@@ -31,6 +31,7 @@ class Mixed(nn.Module):
             "transposed": torch.randn(6, 5, dtype=torch.bfloat16).t(),
             "nothing": torch.empty(0),
             "expanded": torch.randn(1, 3).expand(3, 3),
+            "spread": torch.randn(3, 2).t().expand(4, 2, 3),
             "repeated": torch.randn(1).expand(4),
             "single": torch.randn(()).expand(1),
             "special": torch.tensor([[0.0, -0.0, torch.nan]]).expand(3, 3),
@@ -46,6 +47,18 @@ def test_an_expanded_buffer_takes_the_memory_of_its_distinct_elements() -> None:
         return module.mask[7, :, 7].tolist()
 
     assert run(loop, model=lambda: nn.Linear(1, 1)) == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_expanded_state_of_the_optimizer_is_broadcast() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        module = nn.Linear(2, 2)
+        plain = sgd(module)
+        if data.ranks[0] == 0:
+            plain.state[module.weight] = {"scale": torch.tensor(7.0).expand(2, 2), "other": torch.full((3,), 5.0)}
+        data.scheduled(plain, module)
+        return [plain.state[module.weight][name].tolist() for name in ("scale", "other")]
+
+    assert run(loop, model=lambda: nn.Linear(1, 1)) == [[[[7.0, 7.0], [7.0, 7.0]], [5.0, 5.0, 5.0]]] * 2
 
 
 def test_a_buffer_that_is_expanded_on_one_rank_only_is_named() -> None:
