@@ -112,6 +112,21 @@ def test_readers_that_ask_no_class_wait_for_the_norm_too(norm: Any, read: Any) -
     )
 
 
+class _Own(torch.Tensor):
+    pass
+
+
+def _differentiated(norm: torch.Tensor) -> Any:
+    (norm.requires_grad_() * norm * 3).backward()  # type: ignore[no-untyped-call]
+    assert norm.grad is not None
+    return norm.grad.clone()
+
+
+@pytest.mark.parametrize("read", [_differentiated, lambda norm: norm.as_subclass(_Own).item()], ids=["gradient", "class"])
+def test_a_norm_may_get_a_gradient_and_another_class(read: Any) -> None:
+    require_plain(lambda data, model, optimizer: _train(data, model, optimizer, lambda model: read(clip()(model))))
+
+
 def test_who_goes_on_after_an_interrupted_wait_for_a_norm_has_clipped_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a forward, and then the script saves the weights."""
     of, armed, interrupted = RoundNorms.of, threading.local(), []
