@@ -81,7 +81,8 @@ class Outcome:
 
 
 def require_links(flow_bandwidth: str | None, bandwidth: object) -> None:
-    """
+    """Check that there are links whose connections can be capped.
+
     Raises:
         ConfigError: there is a ``flow_bandwidth`` and no bandwidth.
     """

@@ -70,8 +70,8 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _oddity(tensor: torch.Tensor) -> str | None:
-    """What keeps the elements of ``tensor`` from being sent as bytes; None for a dense tensor with values. PyTorch ends the
-    process if the bytes of a quantized one are read."""
+    """Return why no rank can send the elements of ``tensor`` as bytes; None for a dense tensor with values. PyTorch
+    ends the process if somebody reads the bytes of a quantized one."""
     if tensor.is_nested:
         return "nested"
     if tensor.is_quantized:
@@ -82,20 +82,20 @@ def _oddity(tensor: torch.Tensor) -> str | None:
 
 
 def _described(name: str, tensor: torch.Tensor) -> list[Any]:
-    """What all ranks must have in common: name, type, shape, and the shape of :func:`distinct`, as JSON."""
+    """Describe, as JSON, what all ranks must have in common: name, type, shape, and the shape of :func:`distinct`."""
     if _oddity(tensor) is not None:
         return [name, _kind(tensor), [], []]
     return [name, _kind(tensor), list(tensor.shape), list(distinct(tensor).shape)]
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the elements of ``tensor`` that ``expand()`` has not repeated. To write them is to write all. A tensor of
+    """Return a view of the elements of ``tensor`` that ``expand()`` has not repeated. Who writes them writes all. A tensor of
     another layout comes back as it is."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
         if stride == 0 and size > 0:
-            tensor = tensor.select(dim, 0).unsqueeze(dim)  # with a stride that a view as bytes accepts
+            tensor = tensor.select(dim, 0).unsqueeze(dim)  # this gives it a stride that a view as bytes accepts
     return tensor
 
 

@@ -180,7 +180,7 @@ class Slot:
         """Return the specs of the tensors that travel for this parameter. Raises UnsupportedError if the parameter's type
         cannot be averaged."""
         with unguarded():
-            parameter = self.parameter.resolve_conj()  # has no view as real numbers otherwise
+            parameter = self.parameter.resolve_conj()  # PyTorch views no conjugate numbers as real ones
             spec = spec_of(self.name, torch.view_as_real(parameter) if parameter.is_complex() else parameter)
         return [spec, TensorSpec(f"{self.name}.rows", spec.shape[:1], "float32")] if self.is_sparse else [spec]
 
