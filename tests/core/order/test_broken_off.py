@@ -23,9 +23,12 @@ CONFIG = SchedulerConfig(1200, 2400)
 
 
 def trained(core: Core, world: CheckedWorld, rank: int) -> _Tensors:
-    """After so many steps that a static order is frozen, if it may be."""
+    """After so many steps that a static order is frozen on all ranks, if it may be."""
     tensors = _Tensors(core, MANIFEST, world, rank)
     for _ in range(STABLE_STEPS + 3):
+        tensors.average(rank, range(5, -1, -1))
+    # A rank that is led contributes to steps of a static order before it hears of that order.
+    while core.config.order == "static" and not all(world.gather(rank, core.is_static)):
         tensors.average(rank, range(5, -1, -1))
     return tensors
 
