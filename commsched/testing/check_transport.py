@@ -269,7 +269,6 @@ def check_static_order(open_ranks: OpenRanks, measures: bool = False) -> None:
     """
     manifest = Manifest(tuple(TensorSpec(f"layer{i}", (1000 + i,), "float32") for i in range(6)))
     flags = Manifest((TensorSpec("flags", (3,), "float32"),))
-    alike = 3 * STABLE_STEPS
 
     def body(world: CheckedWorld, rank: int) -> None:
         if not world.freezes:
@@ -281,21 +280,28 @@ def check_static_order(open_ranks: OpenRanks, measures: bool = False) -> None:
             tensors, small = _Tensors(core, manifest, world, rank), _Tensors(core, flags, world, rank)
             if measures and world.transport(rank).norm_rows(manifest) == 0:
                 return
-            for step in range(3 * alike):
-                if step == alike and measures:
-                    tensors.add_norms(core, world.transport(rank))
-                elif step == alike:
-                    smaller = SchedulerConfig(2000, 5000, order="static")
-                    core.switch_at(smaller, {tensors.group.index: step, small.group.index: step})
-                order = range(5, -1, -1) if step < 2 * alike else range(6)
-                tensors.begin(rank, order, lambda: _pause(chance.random() * 0.0005))
-                small.average(rank, range(1))
-                tensors.compare_norms(rank)
-                tensors.compare(rank)
-            # STABLE_STEPS equal steps freeze the order of the steps that follow: the first two phases end with a static step.
-            assert static_steps >= {alike - 1, 2 * alike - 1}, f"launched without messages: {sorted(static_steps)}"
-            assert not static_steps & {0, alike}, "the order was frozen in a step that is the first of its kind"
-            assert not static_steps >= set(range(2 * alike, 3 * alike)), "another order of readiness did not end it"
+
+            def run_until(seen: Callable[[], bool], order: Sequence[int]) -> int:
+                """Run steps that repeat until every rank has ``seen`` what they lead to. Returns the step that comes next."""
+                for step in range(1000):  # a rank may hear of it some steps late
+                    tensors.begin(rank, order, lambda: _pause(chance.random() * 0.0005))
+                    small.average(rank, range(1))
+                    tensors.compare_norms(rank)
+                    tensors.compare(rank)
+                    if step >= 2 * STABLE_STEPS and all(world.gather(rank, seen())):
+                        return tensors.group.step + 1
+                raise AssertionError(f"in step {tensors.group.step}, launches do not fit the readiness of all steps before")
+
+            changed = run_until(lambda: core.is_static, range(5, -1, -1))
+            if measures:
+                tensors.add_norms(core, world.transport(rank))
+            else:
+                smaller = SchedulerConfig(2000, 5000, order="static")
+                core.switch_at(smaller, {tensors.group.index: changed, small.group.index: changed})
+            reordered = run_until(lambda: core.is_static, range(5, -1, -1))
+            assert not static_steps & {0, changed}, "the order was frozen in a step that is the first of its kind"
+            # Another order of readiness ends it: not all steps are launched without messages.
+            run_until(lambda: not static_steps >= set(range(reordered, tensors.group.step)), range(6))
 
     _run(open_ranks, body)
 
