@@ -82,10 +82,14 @@ def _oddity(tensor: torch.Tensor) -> str | None:
 
 
 def _described(name: str, tensor: torch.Tensor) -> list[Any]:
-    """Describe, as JSON, what all ranks must have in common: name, type, shape, and the shape of :func:`distinct`."""
+    """Describe, as JSON, what all ranks must have in common: name, type, shape, the shape of :func:`distinct`, and its strides
+    if even those elements share memory."""
     if _oddity(tensor) is not None:
-        return [name, _kind(tensor), [], []]
-    return [name, _kind(tensor), list(tensor.shape), list(distinct(tensor).shape)]
+        shape = [] if tensor.is_nested else list(tensor.shape)
+        return [name, _kind(tensor), shape, shape, None]
+    elements = distinct(tensor)
+    strides = list(elements.stride()) if _overlaps(elements) else None
+    return [name, _kind(tensor), list(tensor.shape), list(elements.shape), strides]
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,11 +103,23 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory, as those of ``unfold()`` do: a step along a dimension does not always lead past all
+    elements of those with smaller strides."""
+    past = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if stride <= past:
+            return tensor.numel() > 0
+        past += stride * (size - 1)
+    return False
+
+
 def _text(described: list[Any] | None) -> str:
     if described is None:
         return "nothing more"
-    name, kind, shape, of_distinct = described
-    return f"{name} {kind}{shape}" + ("" if shape == of_distinct else f" expanded from {of_distinct}")
+    name, kind, shape, of_distinct, strides = described
+    expanded = "" if shape == of_distinct else f" expanded from {of_distinct}"
+    return f"{name} {kind}{shape}{expanded}" + ("" if strides is None else f" of strides {strides}, which may share memory")
 
 
 def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int | None = None) -> None:

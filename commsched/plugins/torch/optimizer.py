@@ -655,7 +655,7 @@ class ScheduledOptimizer(Optimizer):
         values.
 
         Raises:
-            ManifestMismatch: the ranks' groups differ.
+            ManifestMismatch: the ranks' groups differ. None has the group then, and training may go on without it.
             UnsupportedError: other ranks continued training instead.
             ConfigError: a parameter belongs to another ScheduledOptimizer.
         """
@@ -668,15 +668,19 @@ class ScheduledOptimizer(Optimizer):
             self.synchronize()
             self._require_known_parameters()
             exchange.await_all_ranks()
+            first = len(self.optimizer.param_groups)
             self.optimizer.add_param_group(param_group)
+            try:
+                require_same_group(self._session, self.optimizer, first)
+                slots = _make_slots(self.optimizer.param_groups[first:], self._model, first)
+                self._look_for_shared_memory([*exchange.places.all, *slots])
+                self._look_for_repeated_parameters()
+                exchange.add(slots)
+            except BaseException:  # whoever goes on trains without the group, whose gradients would not be averaged
+                del self.optimizer.param_groups[first:]
+                raise
             self._note_parameters()
-            first = len(self.optimizer.param_groups) - 1
-            require_same_group(self._session, self.optimizer, first)
             self._compared |= compared_keys(self.optimizer, self.optimizer.param_groups[first:])
-            slots = _make_slots(self.optimizer.param_groups[first:], self._model, first)
-            self._look_for_shared_memory([*exchange.places.all, *slots])
-            self._look_for_repeated_parameters()
-            exchange.add(slots)
             broadcast_parameters(self._session, {f"parameter '{slot.name}'": slot.parameter for slot in slots})
             self._make_comparison()
 

@@ -373,6 +373,23 @@ def test_added_groups_must_be_the_same(shapes: tuple[int, int], rates: tuple[flo
         run(loop, model=deep, optimizer=adam)
 
 
+@pytest.mark.parametrize(("shapes", "rates"), [((4, 5), (0.1, 0.1)), ((4, 4), (0.1, 0.2))], ids=["shapes", "rates"])
+def test_training_may_go_on_without_an_added_group_that_differs(shapes: tuple[int, int], rates: tuple[float, float]) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, 1)
+        if len(data.ranks) == 1:
+            (rank,) = data.ranks
+            differs = {"params": nn.Linear(4, shapes[rank]).double().parameters(), "lr": rates[rank]}
+            with pytest.raises(commsched.ManifestMismatch):
+                optimizer.add_param_group(differs)
+        train(data, model, optimizer, 2, first=1)
+        model.append(head(data))
+        optimizer.add_param_group({"params": model[-1].parameters()})
+        train(data, model, optimizer, 2, first=3)
+
+    require_plain(loop, model=deep, optimizer=adam)
+
+
 def test_an_added_group_may_have_a_name_of_each_ranks_own() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         optimizer.add_param_group({"params": head(data).parameters(), "name": f"head of {data.ranks}"})

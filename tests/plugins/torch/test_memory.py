@@ -35,6 +35,7 @@ class Mixed(nn.Module):
             "repeated": torch.randn(1).expand(4),
             "single": torch.randn(()).expand(1),
             "special": torch.tensor([[0.0, -0.0, torch.nan]]).expand(3, 3),
+            "windows": torch.randn(9).unfold(0, 3, 1).expand(2, 7, 3),
         }.items():
             self.register_buffer(name, buffer)
 
@@ -68,6 +69,33 @@ def test_a_buffer_that_is_expanded_on_one_rank_only_is_named() -> None:
         data.scheduled(sgd(module), module)
 
     said = r"buffer 'mask' torch.float32\[2, 2\] on rank 0 but buffer 'mask' torch.float32\[2, 2\] expanded from \[1, 2\] on"
+    with pytest.raises(commsched.CommschedError, match=said):
+        run(loop, model=lambda: nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "strides"),
+    [
+        (lambda: torch.zeros(5).unfold(0, 3, 1), r"\[1, 1\]"),
+        (lambda: torch.zeros(9).as_strided((3, 3), (1, 2)), r"\[1, 2\]"),
+        (lambda: torch.zeros(7).as_strided((3, 3), (2, 1)), r"\[2, 1\]"),
+        (lambda: torch.zeros(3, 3).T, None),
+        (lambda: torch.zeros(6, 6)[::2, ::2], None),
+        (lambda: torch.zeros(3, 3, 2)[..., 0], None),
+    ],
+)
+def test_a_buffer_whose_elements_share_memory_on_one_rank_only_is_named(make: Any, strides: str | None) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        module = nn.Linear(2, 2)
+        module.register_buffer("mask", make() if data.ranks[0] else torch.arange(9.0).reshape(3, 3))
+        data.scheduled(sgd(module), module)
+        assert module.mask.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0]]
+
+    if strides is None:
+        run(loop, model=lambda: nn.Linear(1, 1))
+        return
+    named = r"torch.float32\[3, 3\]"
+    said = rf"buffer 'mask' {named} on rank 0 but buffer 'mask' {named} of strides {strides}, which may share memory on"
     with pytest.raises(commsched.CommschedError, match=said):
         run(loop, model=lambda: nn.Linear(1, 1))
 
@@ -110,6 +138,17 @@ def test_quantized_state_that_would_have_to_be_broadcast_is_refused_by_name() ->
 
     said = "the optimizer's state 'scales' holds a torch.quint8 quantized tensor; only dense tensors with values"
     with pytest.raises(commsched.UnsupportedError, match=said):
+        run(loop, model=lambda: nn.Linear(1, 1))
+
+
+def test_a_buffer_that_is_sparse_on_one_rank_only_is_named_with_its_shape() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        module = nn.Linear(2, 2)
+        module.register_buffer("adj", torch.eye(3) if data.ranks[0] else torch.eye(3).to_sparse())
+        data.scheduled(sgd(module), module)
+
+    said = r"'adj' torch.float32 torch.sparse_coo\[3, 3\] on rank 0 but buffer 'adj' torch.float32\[3, 3\] on"
+    with pytest.raises(commsched.ManifestMismatch, match=said):
         run(loop, model=lambda: nn.Linear(1, 1))
 
 
