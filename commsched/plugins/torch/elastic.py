@@ -87,9 +87,17 @@ class ElasticPart:
                     f"'{name}', which the optimizer does not update, was changed by the script in the step that was broken "
                     "off, and its values before that are gone: make it a buffer of the model, which goes back with the step"
                 )
+        named = dict(self._of._model.named_buffers())
+        changed = sorted(named.keys() ^ buffers.keys())
+        if changed:
+            how = "registered" if changed[0] in named else "removed"
+            raise UnsupportedError(
+                f"buffer '{changed[0]}' was {how} in the step that was broken off, so that step cannot be made again; do that "
+                "before the first step"
+            )
         self._undo.take_back(steps)
         with torch.no_grad():
-            for name, buffer in self._of._model.named_buffers():
+            for name, buffer in named.items():
                 (size, values), now = buffers[name], distinct(buffer)
                 if buffer.numel() != size or now.numel() < values.numel():
                     raise UnsupportedError(

@@ -24,9 +24,10 @@ from commsched.plugins.torch.norms import RoundNorms
 from commsched.session.elastic import Keep
 from commsched.session.local import local_sessions
 from commsched.session.session import Session
-from tests.plugins.elastic_world import Gates, Late, equal, kill_the_giver, run_elastic
+from tests.plugins.elastic_world import Gates, Late, Run, equal, kill_the_giver, run_elastic
 
 STEPS = 6
+SPOILED = 3  # the step in which a script does what a step cannot take back
 Result = list[Any]
 
 
@@ -87,6 +88,7 @@ def train(
     scales: bool = False,
     idle: tuple[int, ...] = (),
     teaches: bool = False,
+    spoils: Callable[[Model], None] = lambda model: None,
     state: dict[str, Any] | None = None,
     shares: list[tuple[int, int, int]] | None = None,
     exchanges: list[weakref.ref[Any]] | None = None,
@@ -117,6 +119,8 @@ def train(
             hook = model.first.weight.register_hook(partial(_at_gradient, gate))
             scaler.scale(loss).backward()
             hook.remove()
+            if step.number == SPOILED:
+                spoils(model)
             gate("after backward")
             if step.rank == 0 and step.number in logs_norms_in:
                 float(torch.linalg.vector_norm(model.first.weight.grad))  # type: ignore[arg-type]
@@ -528,6 +532,66 @@ def test_frozen_weights_that_the_script_changes_are_named(monkeypatch: pytest.Mo
     job = partial(train, gates=AfterReads(("stepped", 1, 3)), reads_last=True, teaches=True)
     with pytest.raises(UnsupportedError, match="'teacher', which the optimizer does not update, was changed by the script"):
         run_elastic(monkeypatch, 3, job, max_restarts=1, holds=holds_first_of(1, 3))
+
+
+def _replaces_by_a_larger_one(model: Model) -> None:
+    model.counted = torch.zeros(2)
+
+
+def _replaces_by_an_expanded_one(model: Model) -> None:
+    model.norm.running_mean = torch.zeros(1).expand(8)
+
+
+def _registers(model: Model) -> None:
+    model.second.register_buffer("cache", torch.zeros(1))
+
+
+def _removes(model: Model) -> None:
+    del model.repeated
+
+
+@pytest.mark.parametrize(
+    ("spoils", "said"),
+    [
+        (
+            _replaces_by_a_larger_one,
+            r"buffer 'counted' was replaced by one of another size, .* in the step that was broken off",
+        ),
+        (_replaces_by_an_expanded_one, r"buffer 'norm.running_mean' was replaced by one .* or by an expanded one, in the step"),
+        (_registers, r"buffer 'second.cache' was registered in the step that was broken off, so that step cannot be made"),
+        (_removes, r"buffer 'repeated' was removed in the step that was broken off, so that step cannot be made"),
+    ],
+)
+def test_a_buffer_that_cannot_go_back_is_named(
+    monkeypatch: pytest.MonkeyPatch, spoils: Callable[[Model], None], said: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        run_spoiled(monkeypatch, partial(train, spoils=together(spoils)))
+
+
+def together(spoils: Callable[[Model], None]) -> Callable[[Model], None]:
+    """No rank is lost before both have done it."""
+    both = threading.Barrier(2, timeout=60.0)
+
+    def spoil(model: Model) -> None:
+        spoils(model)
+        both.wait()
+
+    return spoil
+
+
+def run_spoiled(monkeypatch: pytest.MonkeyPatch, job: Callable[..., Result]) -> Run[Result]:
+    """A rank is lost in the step, which the other cannot finish."""
+    gates = Gates(("after backward", 1, SPOILED))
+    return run_elastic(monkeypatch, 2, partial(job, gates=gates), max_restarts=1, holds=holds_first_of(1, SPOILED))
+
+
+def test_a_buffer_that_is_replaced_by_one_of_its_size_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replaces(model: Model) -> None:
+        model.counted = model.counted + 1.0
+
+    job = partial(train, spoils=together(replaces))
+    assert equal(run_spoiled(monkeypatch, job).results) == undisturbed(monkeypatch, 2, job)
 
 
 @pytest.mark.parametrize("where", [0, 1, 2, "to begin an elastic loop", "to begin the steps"])
