@@ -16,7 +16,7 @@ from pathlib import Path
 from ..control.rendezvous import own_host, read_token, require_strong, require_strong_on
 from ..core.errors import CommschedError, ConfigError, error_text
 from ..core.ports import given_out
-from ..core.standard_streams import say_out
+from ..core.standard_streams import say_result
 from ..net.tls import identity_of
 from ..settings import Settings
 from ..transports import FOR_TESTS, load_backend, require_transport, transport_names, without_effect
@@ -55,9 +55,9 @@ def examine(environ: Mapping[str, str]) -> int:
         ("machine", _machine()),
         ("settings", iter([*mistakes]) if mistakes else _settings(settings, mistakes)),
     ):
-        say_out(f"{heading}:")
+        say_result(f"{heading}:")
         for line in lines:
-            say_out(f"  {line}")
+            say_result(f"  {line}")
     return 1 if mistakes else 0
 
 

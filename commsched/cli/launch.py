@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import secrets
 import shutil
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core import timeouts
 from ..core.errors import ConfigError, TransportError, ranks_text
@@ -54,6 +56,9 @@ def run(
     Installs handlers that pass SIGINT, SIGTERM and SIGHUP on to every process, so it must be called from the main thread. A
     SIGINT or SIGHUP that is ignored stays ignored.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _exit_by)  # so that the directory is removed, until the job has handlers of its own
     with tempfile.TemporaryDirectory(prefix="commsched-") as directory:
         among = None if elastic is None else elastic.among
         here = max(1, ranks if among is None else among.room)  # ranks on this machine
@@ -81,12 +86,13 @@ def run(
         environ["COMMSCHED_LAUNCHER_FILE"] = str(told)
         job = Job(directory, told)
         try:
-            if servers:
+            disabled = parse_switch(environ.get("COMMSCHED_DISABLE", ""))
+            if servers and ranks > 1 and not disabled:  # else no rank would use them
                 environ["COMMSCHED_SERVERS"] = ",".join(job.start_servers(servers, environ))
             for rank in range(ranks):
                 job.start_rank(command, environ, rank, ranks, stdout)
             code = job.wait()
-            if code == 0 and ranks > 1 and not told.exists() and not parse_switch(environ.get("COMMSCHED_DISABLE", "")):
+            if code == 0 and ranks > 1 and not told.exists() and not disabled:
                 tell_user(
                     f"no rank joined the job, so nothing was averaged: each of {ranks} processes ran alone. {NOTHING_MADE}"
                 )
@@ -209,11 +215,14 @@ class Ends:
         return f"{name} ended with exit code {failure.exit_code}"
 
     def exit_code(self) -> int:
-        """The exit code of the job."""
-        if not self.failures:
+        """The exit code of the job. A server that had to be ended, since no rank has used it, does not count."""
+        counted = [
+            each for each in self.failures if each.process in self.ranks or self.names[each.process] not in self.ended_by_us
+        ]
+        if not counted:
             return 0
-        of_ranks = [failure for failure in self.failures if failure.process in self.ranks]
-        code = (self._cause() or [*of_ranks, *self.failures][0]).exit_code
+        ranks_first = sorted(counted, key=lambda failure: failure.process not in self.ranks)
+        code = (self._cause() or ranks_first[0]).exit_code
         return code if code >= 0 else 128 - code
 
 
@@ -233,6 +242,7 @@ class Job:
         self._ends = Ends(self._ranks_that)
         self._names, self._ranks = self._ends.names, self._ends.ranks  # by pid
         self._timers: list[threading.Timer] = []
+        self._ends_at = math.inf  # when the first of them is due
         self._interrupted = 0
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             # A parent has left it so. The system would reap processes by itself, and nobody would learn of their end.
@@ -289,7 +299,7 @@ class Job:
                 start_new_session=True,
                 pass_fds=pass_fds,
                 # The new process registers itself, before it runs anything: this one might be killed before it could do that.
-                preexec_fn=lambda: self._tell_guard(os.getpid()),
+                preexec_fn=self._register,
             )
         except OSError as error:
             said = f"command {command[0]!r} cannot be started: {error.strerror}"
@@ -320,7 +330,8 @@ class Job:
                 self._ends.failures.append(event)
             elif event.process in self._ranks:
                 self._ends.ended_well.append(self._ranks[event.process])
-            if event.exit_code != 0 or (not ranks and self._alive):
+            # After a signal, the others have got it, too, and take their time.
+            if (event.exit_code != 0 and not self._interrupted) or (not ranks and self._alive):
                 self._end_soon()
         if self._ends.failures and not self._interrupted:
             tell_user(self._ends.what_happened())
@@ -355,19 +366,28 @@ class Job:
     def exit_code(self) -> int:
         return 128 + self._interrupted if self._interrupted else self._ends.exit_code()
 
-    def _end_soon(self) -> None:
-        if not self._timers:
-            for seconds, number in (
-                (timeouts.LAUNCHER_SECONDS, signal.SIGTERM),
-                (timeouts.LAUNCHER_SECONDS + launch_guard.KILL_SECONDS, signal.SIGKILL),
-            ):
-                timer = threading.Timer(seconds, self._end, [number])
-                timer.daemon = True
-                timer.start()
-                self._timers.append(timer)
+    def _end_soon(self, number: int = 0) -> None:
+        """End the processes when they have had the time that they have after the signal ``number``, or after a failure."""
+        within_seconds = timeouts.SIGTERM_SECONDS if number == signal.SIGTERM else timeouts.LAUNCHER_SECONDS
+        ends_at = time.monotonic() + within_seconds
+        if ends_at >= self._ends_at:
+            return
+        self._ends_at = ends_at
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        for seconds, number in (
+            (within_seconds, signal.SIGTERM),
+            (within_seconds + launch_guard.KILL_SECONDS, signal.SIGKILL),
+        ):
+            timer = threading.Timer(seconds, self._end, [number])
+            timer.daemon = True
+            timer.start()
+            self._timers.append(timer)
 
     def _end(self, number: int) -> None:
-        self._ends.ended_by_us = sorted(self._names[pid] for pid in self._alive)
+        alive = {self._names[pid] for pid in list(self._alive)}
+        self._ends.ended_by_us = sorted({*self._ends.ended_by_us, *alive})
         self._signal(number)
 
     def _reap(self, pid: int) -> None:
@@ -393,6 +413,12 @@ class Job:
         with suppress(BrokenPipeError):
             self._guard.stdin.close()
 
+    def _register(self) -> None:
+        """Tell the guard of this process, in which nothing runs yet. If the guard was killed, this one must not end by that."""
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        self._tell_guard(os.getpid())
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
     def _tell_guard(self, line: object) -> None:
         assert self._guard.stdin is not None
         try:
@@ -405,13 +431,17 @@ class Job:
             raise Interrupted
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._interrupted = self._interrupted or number
+        is_first, self._interrupted = not self._interrupted, self._interrupted or number
         self._signal(number)
-        self._end_soon()
+        self._end_soon(number if is_first else 0)
 
     def _signal(self, number: int) -> None:
         for pid in list(self._alive):
             kill_group(pid, number)
+
+
+def _exit_by(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 class Interrupted(Exception):

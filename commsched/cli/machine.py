@@ -29,11 +29,14 @@ from ..control.elastic_messages import (
     Started,
     StartMember,
     Tell,
+    to_line,
 )
+from ..control.generations import GiveUp
 from ..control.witness import is_stopped
+from ..core.errors import CommschedError
 from ..session.membership import ELASTIC, short_path
 from . import standby
-from .launch import Interrupted, Job, ProcessEvent, kill_group, variables_of
+from .launch import Interrupted, Job, ProcessEvent, kill_group, tell_user, variables_of
 
 
 class Machine(Protocol):
@@ -98,6 +101,7 @@ class LocalMachine(Job):
         self._pids: dict[int, int] = {}  # by member
         self._connections: dict[int, socket.socket] = {}  # by member
         self._listening: dict[int, socket.socket] = {}  # by member
+        self._has_started = False  # a rank was started here
         self._servers: dict[int, int] = {}  # by pid, the generation; those of the last one
         self._keeps_standby = standby
         self._standby: tuple[int, int] | None = None  # the pid of a process that waits to be a rank, and a pipe to it
@@ -129,7 +133,7 @@ class LocalMachine(Job):
             case EndAll(number):
                 if number:
                     self._signal(number)
-                self._end_soon()
+                self._end_soon(number)
 
     def reported(self, event: Any) -> MachineReport | Signalled | ServerEnded | None:
         """The report that ``event`` stands for, if any. Call it for all that ``events`` yields, in the thread that calls
@@ -195,31 +199,41 @@ class LocalMachine(Job):
         with short_path(path) as short:
             listening.bind(short)
         listening.listen()
-        threading.Thread(target=self._listen, args=(member, listening), name=f"commsched-member-{member}", daemon=True).start()
         own = {
             **variables_of(rank, self._all_ranks, slot, self._slots),
             ELASTIC: str(path),
             "COMMSCHED_LAUNCHER_FILE": str(told),
         }
-        with self._starting:
-            pid = self._standby_as(own)
-            if pid is None:
-                try:
+        listener = threading.Thread(
+            target=self._listen, args=(member, listening), name=f"commsched-member-{member}", daemon=True
+        )
+        try:
+            listener.start()
+            with self._starting:
+                pid = self._standby_as(own)
+                if pid is None:
                     pid = self._start(f"rank {rank}", self._command, {**self._environ, **own}).pid
-                except Interrupted:
-                    self._release(member)
-                    self.events.put(NotStarted(member))
-                    return
-                self._watch_in_thread(pid)
-            self._members[pid], self._pids[member] = member, pid
-            self.events.put(Started(member, pid))
+                    self._watch_in_thread(pid)
+                self._members[pid], self._pids[member] = member, pid
+                self.events.put(Started(member, pid))
+        except Interrupted:
+            self._release(member)
+            self.events.put(NotStarted(member))
+        except (CommschedError, RuntimeError) as error:  # RuntimeError: the system gives no further thread
+            self._release(member)
+            if not self._has_started:
+                raise
+            tell_user(f"rank {rank}: {error}")
+            self.events.put(Ended(member, 1, (), False))  # as if the rank had failed: a restart, or one rank fewer
+        else:
+            self._has_started = True
 
     def _report(self, event: ProcessEvent) -> None:
         with self._starting:
             super()._report(event)
 
     def _prepare(self) -> None:
-        """Start a process that imports what the ranks import, and then waits to be one."""
+        """Start a process that imports what the ranks import, and then waits to be one. If that fails, there will be none."""
         reading, writing = os.pipe()
         python, *script = self._command
         try:
@@ -227,6 +241,11 @@ class LocalMachine(Job):
             pid = self._start("the process on standby", command, self._environ, pass_fds=[reading]).pid
         except Interrupted:
             os.close(writing)
+            return
+        except (CommschedError, RuntimeError) as error:
+            os.close(writing)
+            self._keeps_standby = False
+            tell_user(f"there is no process on standby any more: {error}")
             return
         finally:
             os.close(reading)
@@ -255,18 +274,27 @@ class LocalMachine(Job):
         threading.Thread(target=self._watch, args=(pid,), name=f"commsched-watch-{pid}", daemon=True).start()
 
     def _listen(self, member: int, listening: socket.socket) -> None:
-        """Report what the process ``member`` says."""
+        """Hear the process ``member``, and meanwhile refuse others, such as its children, which have got its variables."""
         while True:
             try:
                 connection, _ = listening.accept()
             except OSError:
                 return  # the process has ended
+            before = self._connections.get(member)
+            if before is not None and before.fileno() >= 0:
+                with connection, suppress(OSError):
+                    connection.sendall(to_line(GiveUp("another process of this rank has joined the job")))
+                continue
             self._connections[member] = connection
-            with connection, suppress(OSError, UnicodeDecodeError), connection.makefile("rb") as file:
-                for line in file:
-                    said = MemberSaid(member, line.decode())
-                    with self._starting:
-                        self.events.put(said)
+            said_by = f"commsched-member-{member}-says"
+            threading.Thread(target=self._hear, args=(member, connection), name=said_by, daemon=True).start()
+
+    def _hear(self, member: int, connection: socket.socket) -> None:
+        with connection, suppress(OSError, UnicodeDecodeError), connection.makefile("rb") as file:
+            for line in file:
+                said = MemberSaid(member, line.decode())
+                with self._starting:
+                    self.events.put(said)
 
     def _told_by(self, member: int) -> tuple[str, ...]:
         """The events that the process has reported."""

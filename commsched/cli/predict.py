@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.scheduler import SchedulerConfig
-from ..core.standard_streams import say_out
+from ..core.standard_streams import say_result
 from ..core.world import World
 from ..settings import Settings, parse_bytes
 from ..simulator import Cluster, Exchange, Rules, equal_workers, simulate
@@ -117,27 +117,27 @@ def predict(profile: Profile, questions: Sequence[Question], as_json: bool = Fal
     if not as_json:
         layers = sum(layer.nbytes > 0 for layer in profile.layers)
         overhead, latency = questions[0].overhead, questions[0].latency
-        say_out(
+        say_result(
             f"SIMULATED: {profile.model}, {size(profile.nbytes)} of gradients in {layers} layers, "
             f"{1e3 * profile.compute_seconds:.1f} ms of computation per step. A message costs {1e3 * overhead:g} ms\n"
             f"besides its bytes and arrives {1e3 * latency:g} ms after it has left. Hosts keep up with their links."
         )
-        say_out(_line(_HEADINGS.values()))
+        say_result(_line(_HEADINGS.values()))
     rows = []
     for question in questions:
         rows.append(answer(profile, question))
         if not as_json:
-            say_out(_line(_cell(rows[-1][key]) for key in _HEADINGS))
+            say_result(_line(_cell(rows[-1][key]) for key in _HEADINGS))
     if as_json:
-        say_out(json.dumps(rows, indent=2))
+        say_result(json.dumps(rows, indent=2))
     elif (advice := _advice(profile, questions, rows)) is not None:
-        say_out(advice)
+        say_result(advice)
     if plot is not None:
         from .predict_plot import draw
 
         draw(profile.model, rows, plot)
         if not as_json:
-            say_out(f"the plot is in {plot}")
+            say_result(f"the plot is in {plot}")
     return 0
 
 

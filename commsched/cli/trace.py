@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ..core.errors import ConfigError, error_text
-from ..core.standard_streams import say_out
+from ..core.standard_streams import say_result
 from ..session.trace import read_file
 from ..session.trace_events import TRACKS
 from ..tuner.result import size
@@ -63,10 +63,10 @@ def summarise(path: Path, rank: int | None = None, as_json: bool = False) -> int
         "waits": _waits(own, whole),
     }
     if as_json:
-        say_out(json.dumps(found, indent=2))
+        say_result(json.dumps(found, indent=2))
     else:
         for line in _table(found):
-            say_out(line)
+            say_result(line)
     return 0
 
 

@@ -228,6 +228,7 @@ class _Result:
         self._offset = 0  # bytes of the journal that have been read
         self._end = end
         self._has_said = False
+        self._is_unreadable = False  # which was said
 
     @property
     def trials(self) -> int:
@@ -258,8 +259,19 @@ class _Result:
         return self._stamp() not in (None, self._before)
 
     def say_new(self) -> None:
-        """Print a line for each new trial and verdict, below the table's header."""
-        for line in self.read():
+        """Print a line for each new trial and verdict, below the table's header.
+
+        Says once if the journal cannot be read. Then the job goes on, and its result does not depend on that.
+        """
+        if self._is_unreadable:
+            return
+        try:
+            lines = self.read()
+        except (ConfigError, OSError) as error:
+            self._is_unreadable = True
+            say_error(f"commsched: no further trials are shown: {error}")
+            return
+        for line in lines:
             if not self._has_said:
                 self._has_said = True
                 say_error(HEADER)

@@ -340,7 +340,10 @@ class ControlEnd:
         with self._changed:
             callbacks, self._when_failed = self._when_failed or [], None
         for callback in callbacks:
-            callback(failure)
+            try:
+                callback(failure)
+            except Exception:  # the others, and who waits for averages, must hear of the failure in any case
+                log.exception("%s: a callback of when_failed() failed itself", self._member)
         with self._changed:
             listener = self._listener
             if listener is None:

@@ -8,6 +8,8 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
+from .errors import ConfigError
+
 
 def say_error(line: str) -> None:
     """Write ``line`` to stderr if possible. Any thread. Raises nothing."""
@@ -17,6 +19,20 @@ def say_error(line: str) -> None:
 def say_out(line: str) -> None:
     """Write ``line`` to stdout if possible. Any thread. Raises nothing."""
     _say(line, sys.stdout)
+
+
+def say_result(line: str) -> None:
+    """Write ``line``, a part of a command's result, to stdout. Whoever reads a pipe may have seen enough and be gone.
+
+    Raises:
+        ConfigError: the line is lost, as on a full disk.
+    """
+    try:
+        _write(line, sys.stdout)
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"the result cannot be written to stdout: {error.strerror}") from error
 
 
 def flush_all() -> None:
@@ -40,7 +56,12 @@ def occupy() -> None:
 
 
 def _say(line: str, stream: TextIO | None) -> None:
-    with suppress(OSError, ValueError):  # the stream is a broken pipe, full or closed
-        if stream is not None:
+    with suppress(OSError):  # the stream is a broken pipe, or full
+        _write(line, stream)
+
+
+def _write(line: str, stream: TextIO | None) -> None:
+    if stream is not None:
+        with suppress(ValueError):  # it is closed
             stream.write(f"{line}\n")  # in one write, so that it does not mix with other processes' output
             stream.flush()

@@ -33,3 +33,7 @@ RAISE_SECONDS = 3.0
 
 #: A launcher terminates the other processes this long after the first failure: they may end by themselves and name its cause.
 LAUNCHER_SECONDS = 5.0
+
+#: A launcher that gets SIGTERM passes it on and gives the processes this long: they may make the step in hand to its end, and
+#: save a checkpoint. torchrun and Kubernetes give as much. After a second signal they have ``LAUNCHER_SECONDS``.
+SIGTERM_SECONDS = 30.0

@@ -55,7 +55,7 @@ def require_can_be_elastic(settings: Settings) -> None:
 
 
 class ElasticMember:
-    """Opens one session after the other for this process.
+    """Opens one session after the other for this process, which has one member for as long as it lives.
 
     Args:
         path: of the launcher's socket for this process.

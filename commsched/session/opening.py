@@ -199,13 +199,17 @@ def _open_joined(
             undo.callback(core.close)
             session = Session(control, transport, core, trace=trace, check_weights=check_weights)
         session.cleanup.enter_context(around.pop_all())
-    if settings.metrics is not None:
-        session.cleanup.callback(serve_metrics(settings.metrics, world.local_rank, session.stats))
-    if settings.tuned is not None:
-        session.on_register(ModelCheck(settings.tuned, warn=world.rank == 0).on_register)
-    if world.rank == 0:
-        session.on_register(FirstLine(say, partial(_first_lines, session, world, settings, name, hosts)).on_register)
-    _start_tuner(session, settings, name, host, hosts)
+    try:
+        if settings.metrics is not None:
+            session.cleanup.callback(serve_metrics(settings.metrics, world.local_rank, session.stats))
+        if settings.tuned is not None:
+            session.on_register(ModelCheck(settings.tuned, warn=world.rank == 0).on_register)
+        if world.rank == 0:
+            session.on_register(FirstLine(say, partial(_first_lines, session, world, settings, name, hosts)).on_register)
+        _start_tuner(session, settings, name, host, hosts)
+    except BaseException as error:
+        session.abort(error_text(error))
+        raise
     return session
 
 
@@ -370,14 +374,10 @@ def _first_lines(
 def _start_tuner(session: Session, settings: Settings, transport: str, host: str, hosts: int) -> None:
     from . import tuning  # here: it imports the simulator's dependencies
 
-    try:
-        job = tuning.facts_of(session, settings, transport, host, hosts)
-        if chooses := tuning.chooses(settings, job):
-            tuning.start_choosing(session, settings, job, say)
-        if settings.tune is not None:
-            tuning.start_tuning(session, settings, job, say)
-        elif session.rank == 0 and (job.workers < 2 or not chooses):
-            tuning.start_assessing(session, settings, job, say)
-    except BaseException as error:
-        session.abort(error_text(error))
-        raise
+    job = tuning.facts_of(session, settings, transport, host, hosts)
+    if chooses := tuning.chooses(settings, job):
+        tuning.start_choosing(session, settings, job, say)
+    if settings.tune is not None:
+        tuning.start_tuning(session, settings, job, say)
+    elif session.rank == 0 and (job.workers < 2 or not chooses):
+        tuning.start_assessing(session, settings, job, say)

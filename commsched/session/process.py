@@ -31,6 +31,7 @@ _NOTICE_SECONDS = 1.0
 
 _lock = threading.Lock()
 _current: Session | None = None
+_member: ElasticMember | None = None  # of an elastic job, as soon as this process has asked for a place
 
 
 def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[SettingsKeywords]) -> Session:
@@ -48,11 +49,11 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
             checker know them. Each may also come from ``COMMSCHED_<NAME>`` or from a TOML file named by ``COMMSCHED_CONFIG``.
 
     Raises:
-        ConfigError: a setting is wrong or differs between ranks, settings are given after the session was opened, or ``world``
-            differs from the world that ``commsched run`` made.
+        ConfigError: a setting is wrong or differs between ranks, settings are given after the session was opened, ``world``
+            differs from the world that ``commsched run`` made, or this process has called it in an elastic job before.
         PeerTimeout: not every rank joined in time; names the missing ranks.
     """
-    global _current
+    global _current, _member
     with _lock:
         if _current is not None and not _current.closed:
             given = [*(["world"] if world is not None else []), *settings]
@@ -66,8 +67,14 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
         loaded = Settings.load(settings, os.environ)
         if not _is_elastic(world):
             _current = open_session(world, loaded, device)
+        elif _member is not None:
+            raise ConfigError(
+                "this process has asked for its place in the elastic job before, and can do so only once: keep the session, or "
+                "end the process"
+            )
         else:
-            joined = ElasticMember(os.environ[ELASTIC], loaded, device).move(Asked())
+            _member = ElasticMember(os.environ[ELASTIC], loaded, device)
+            joined = _member.move(Asked())
             if joined is None:
                 raise TransportError("the job has made all its steps, and does not need this process any more")
             _current = joined

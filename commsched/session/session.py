@@ -229,8 +229,8 @@ class Session:
         has_gradients = any(not spec.name.startswith("commsched.") for spec in manifest.tensors)
         if self._first_sizes is not None and has_gradients:
             self._use_first_sizes(self._first_sizes, manifest)
+        plan, collective = self._agree_on(manifest)
         try:
-            plan, collective = self._agree_on(manifest)
             for callback in self._register_callbacks if has_gradients else ():
                 callback(self.core.group_count, manifest)
         except BaseException:
@@ -266,13 +266,17 @@ class Session:
         """The plan by which all ranks cut ``manifest``, and the collective that averages it."""
         # When the configuration changes, ranks may be at different steps of other groups. Rank 0's values count for all.
         config = self.core.reserve_group()
-        sizes = {"partition_bytes": config.partition_bytes, "fusion_bytes": config.fusion_bytes}
-        record = {"manifest": manifest.to_record(), "sizes": sizes, "collective": config.collective}
-        records = self.gather(record, "to register tensors")
-        ours = records[0]["manifest"]
-        first = Manifest.from_record(ours)  # the others are mostly equal, and need not be built too
-        require_equal([first if each["manifest"] == ours else Manifest.from_record(each["manifest"]) for each in records])
-        return self.core.cut(manifest, replace(config, **records[0]["sizes"])), records[0]["collective"]
+        try:
+            sizes = {"partition_bytes": config.partition_bytes, "fusion_bytes": config.fusion_bytes}
+            record = {"manifest": manifest.to_record(), "sizes": sizes, "collective": config.collective}
+            records = self.gather(record, "to register tensors")
+            ours = records[0]["manifest"]
+            first = Manifest.from_record(ours)  # the others are mostly equal, and need not be built too
+            require_equal([first if each["manifest"] == ours else Manifest.from_record(each["manifest"]) for each in records])
+            return self.core.cut(manifest, replace(config, **records[0]["sizes"])), records[0]["collective"]
+        except BaseException:
+            self.core.cancel_reservation()
+            raise
 
     def _add_group(
         self,
@@ -311,11 +315,7 @@ class Session:
         if group.is_over:
             raise ValueError(f"group {group.index} was released: it has no further averages")
         manifest = rows_for(group, orders, self.transport)
-        try:
-            plan, collective = self._agree_on(manifest)
-        except BaseException:
-            self.core.cancel_reservation()
-            raise
+        plan, collective = self._agree_on(manifest)
         data = bytearray(manifest.nbytes)
         rows = self._add_group(plan, {ROW_DTYPE: memoryview(data)}, collective)
         self.own_groups.add(rows.index)
@@ -363,6 +363,7 @@ class Session:
     def _run_once(self, plan: Plan, data: Buffer, collective: str, device: Device | None) -> None:
         """Sum or average ``data``, the one tensor of ``plan``."""
         if len(data) == 0:
+            self.core.cancel_reservation()
             return
         group = self._add_group(plan, {plan.manifest.tensors[0].dtype: data}, collective, device)
         group.begin_step()

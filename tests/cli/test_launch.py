@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -53,7 +57,7 @@ def job(tmp_path: Path) -> Job:
     """Two ranks and a server, whose ends the test tells."""
     made = object.__new__(Job)
     made._told = tmp_path / "told"
-    made._processes, made._timers, made._interrupted = {}, [], 0
+    made._processes, made._timers, made._ends_at, made._interrupted = {}, [], math.inf, 0
     made._ends = Ends(made._ranks_that)
     made._names, made._ranks = made._ends.names, made._ends.ranks
     made._names |= {10: "server 0 (pid 10)", 11: "rank 0 (pid 11)", 12: "rank 1 (pid 12)"}
@@ -68,6 +72,116 @@ def test_a_server_that_nobody_joined_is_ended_after_the_last_rank(job: Job, monk
         job._events.put(ProcessEvent(rank))
     assert job.wait() == 0
     assert not job._alive
+
+
+def test_a_server_that_had_to_be_ended_does_not_make_a_failure_of_ranks_that_ended_well(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def end_soon() -> None:
+        job._ends.ended_by_us = ["server 0 (pid 10)"]
+        job._events.put(ProcessEvent(10, -signal.SIGTERM))
+
+    monkeypatch.setattr(job, "_end_soon", end_soon)
+    for rank in (11, 12):
+        job._events.put(ProcessEvent(rank))
+    assert job.wait() == 0
+    assert capfd.readouterr().err == "commsched run: server 0 (pid 10) had to be ended\n"
+
+
+@pytest.mark.parametrize("ignores", [[], [10], [12]])
+def test_who_ended_by_the_first_signal_to_the_rest_is_not_taken_for_the_cause(
+    job: Job, signalled: list[tuple[int, int]], ignores: list[int]
+) -> None:
+    job._told.write_text("joined 0\njoined 1\nheard 0\n")
+    job._ends.failures.append(ProcessEvent(11, 1))
+    job._alive = {10, 12}
+    job._end(signal.SIGTERM)
+    for process in {10, 12} - {*ignores}:
+        job._ends.failures.append(ProcessEvent(process, -signal.SIGTERM))
+        job._alive.discard(process)
+    job._end(signal.SIGKILL)
+    job._ends.failures += [ProcessEvent(process, -signal.SIGKILL) for process in ignores]
+    assert job.exit_code() == 1
+    assert job._ends.what_happened().startswith("rank 1 (pid 12), server 0 (pid 10) had to be ended")
+
+
+class _Timers:
+    """Timers that a test reads, by what they would send."""
+
+    def __init__(self) -> None:
+        self.due: dict[int, float] = {}
+
+    def __call__(self, seconds: float, _: object, arguments: list[int]) -> Any:
+        (number,) = arguments
+        self.due[number] = seconds
+        return SimpleNamespace(start=lambda: None, cancel=lambda: self.due.pop(number, None))
+
+
+def test_ranks_have_time_after_sigterm_to_end_by_themselves(
+    job: Job, signalled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may save a checkpoint. One that fails does not shorten that; a second signal does."""
+    timers = _Timers()
+    monkeypatch.setattr("commsched.cli.launch.threading.Timer", timers)
+    job._pass_on(signal.SIGTERM, None)
+    assert timers.due == {signal.SIGTERM: 30.0, signal.SIGKILL: 32.0}
+    for event in (ProcessEvent(11, -signal.SIGTERM), ProcessEvent(10, 1), ProcessEvent(12, 0)):
+        job._events.put(event)
+    job.wait()
+    assert timers.due == {signal.SIGTERM: 30.0, signal.SIGKILL: 32.0}
+    job._pass_on(signal.SIGTERM, None)
+    assert timers.due == {signal.SIGTERM: 5.0, signal.SIGKILL: 7.0}
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGINT, signal.SIGHUP])
+def test_they_have_less_after_a_failure_and_other_signals(
+    job: Job, signalled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    timers = _Timers()
+    monkeypatch.setattr("commsched.cli.launch.threading.Timer", timers)
+    job._end_soon()
+    job._pass_on(number, None)
+    assert timers.due == {signal.SIGTERM: 5.0, signal.SIGKILL: 7.0}
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_processes_start_also_when_the_guard_was_killed(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), tmp_path / "told")
+    try:
+        job._guard.kill()
+        job._guard.wait()
+        ignored = "import signal; assert signal.getsignal(signal.SIGPIPE) != signal.SIG_DFL"  # Python's own default
+        for rank in range(2):
+            job.start_rank([sys.executable, "-c", ignored], os.environ, rank, 2)
+        assert job.wait() == 0
+    finally:
+        job.kill()
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_job_has_begun_leaves_no_directory(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    directories: list[Path] = []
+
+    def run_elastic(directory: str, *arguments: object) -> int:
+        directories.append(Path(directory))
+        os.kill(os.getpid(), number)
+        return 0
+
+    monkeypatch.setattr(elastic, "run_elastic", run_elastic)
+    signal.signal(number, signal.SIG_DFL)
+    with pytest.raises(SystemExit) as ended:
+        launch.run(2, 0, ["train"], {}, Elasticity(2, 3, 60.0, 30.0))
+    assert ended.value.code == 128 + number
+    assert not directories[0].exists()
 
 
 def test_neither_a_server_nor_who_heard_of_a_failure_is_its_cause(

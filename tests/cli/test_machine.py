@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,7 +26,10 @@ from commsched.control.elastic_messages import (
     Started,
     StartMember,
     Tell,
+    from_line,
 )
+from commsched.control.generations import GiveUp
+from commsched.core.errors import TransportError
 
 SCRIPT = """
 import os, sys
@@ -42,6 +47,21 @@ connection.recv(1)
 if os.fork() == 0:
     time.sleep(600.0)
 """
+
+CONNECTS_TWICE = """
+import os, socket
+first, second = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+first.connect(os.environ["COMMSCHED_ELASTIC"])
+first.sendall(b"hello\\n")
+first.recv(1)
+second.connect(os.environ["COMMSCHED_ELASTIC"])
+answer = second.makefile("rb").read()
+first.sendall(answer)
+"""
+
+
+def fails_to_fork(*arguments: object, **keywords: object) -> None:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
 @pytest.fixture
@@ -187,3 +207,62 @@ def test_an_order_after_a_signal_starts_nothing(machine: LocalMachine) -> None:
 def test_orders_for_a_process_that_is_not_there(machine: LocalMachine) -> None:
     machine.do(KillMember(9))
     assert machine.is_empty
+
+
+def test_a_child_of_a_rank_that_asks_for_a_place_of_its_own_is_refused(machine: LocalMachine, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CONNECTS_TWICE)
+    machine.do(StartMember(0, 3, 1))
+    assert isinstance(next_report(machine), Started)
+    assert next_report(machine) == MemberSaid(0, "hello\n")
+    machine.do(Tell(0, "!"))
+    said = next_report(machine)
+    assert isinstance(said, MemberSaid)
+    assert from_line(said.line) == GiveUp("another process of this rank has joined the job")
+    assert next_report(machine) == Ended(0, 0)
+
+
+@pytest.mark.parametrize("of", ["the process", "its thread"])
+def test_a_replacement_that_cannot_be_started_is_a_lost_rank(
+    machine: LocalMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], of: str
+) -> None:
+    machine.do(StartMember(0, 3, 1))
+    assert isinstance(next_report(machine), Started)
+    assert next_report(machine) == Ended(0, 3)
+    with monkeypatch.context() as patch:
+        if of == "the process":
+            patch.setattr(subprocess, "Popen", fails_to_fork)
+        else:
+            patch.setattr(threading.Thread, "start", lambda thread: _raise(RuntimeError("can't start new thread")))
+        machine.do(StartMember(1, 3, 1))
+    assert next_report(machine) == Ended(1, 1)
+    why = "Resource temporarily unavailable" if of == "the process" else "can't start new thread"
+    assert why in capfd.readouterr().err
+    assert os.listdir(tmp_path / "job") == []
+    machine.do(StartMember(2, 3, 1))
+    assert isinstance(next_report(machine), Started)
+    assert next_report(machine) == Ended(2, 3)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_first_rank_that_cannot_be_started_ends_the_job(machine: LocalMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", fails_to_fork)
+    with pytest.raises(TransportError, match="cannot be started: Resource temporarily unavailable"):
+        machine.do(StartMember(0, 3, 1))
+
+
+def test_a_job_goes_on_without_a_process_on_standby(
+    machine: LocalMachine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", fails_to_fork)
+        machine.do(KeepReady())
+        machine.do(KeepReady())
+    assert capfd.readouterr().err.count("there is no process on standby any more: command") == 1
+    assert len(os.listdir("/proc/self/fd")) == before
+    machine.do(StartMember(0, 3, 1))
+    assert isinstance(next_report(machine), Started)
+    assert next_report(machine) == Ended(0, 3)

@@ -339,6 +339,20 @@ def test_what_is_no_journal_is_one_line(capsys: pytest.CaptureFixture[str], text
     assert said == "tuned.jsonl is not a journal of tuning; remove it, or give --out another name"
 
 
+def test_a_journal_that_becomes_unreadable_is_said_once_and_the_job_s_exit_code_counts(
+    run_job: RunJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(_: dict[str, str]) -> int:
+        write(None, TRIALS[:1])
+        with open("tuned.jsonl", "a") as file:
+            file.write("no JSON\n")
+        return 7
+
+    run_job(job)
+    assert commsched_tune() == 7
+    assert capsys.readouterr().err.count("no further trials are shown: tuned.jsonl is not a journal of tuning") == 1
+
+
 def test_one_thing_to_choose_is_enough(run_job: RunJob) -> None:
     run_job(lambda _: 0)
     assert commsched_tune("--partition", "1MB") == 3

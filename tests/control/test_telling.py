@@ -178,6 +178,25 @@ def test_the_first_failure_is_told_once_and_to_the_listener_last(listens_first: 
     assert listener.calls.empty()
 
 
+def test_a_callback_that_fails_keeps_the_failure_from_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    [control], listener, told = LocalControlWorld(1).ends, Recorder(), []
+    first = PeerLost("the first")
+
+    def fail(error: CommschedError) -> None:
+        raise ValueError("of this test")
+
+    control.listen(listener)
+    control.when_failed(fail)
+    control.when_failed(told.append)
+    control.report(first)
+    control.wait_for_callbacks()
+    assert told == [first]
+    assert listener.next("failure") is first
+    assert control.failure is first
+    assert "ValueError: of this test" in caplog.text
+    control.close()
+
+
 def test_a_listener_that_comes_while_a_failure_is_told_hears_of_it_once() -> None:
     [control], listener = LocalControlWorld(1).ends, Recorder()
     first = PeerLost("the first")

@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
-from commsched.core.standard_streams import flush_all, say_error, say_out
+from commsched.core.errors import ConfigError
+from commsched.core.standard_streams import flush_all, say_error, say_out, say_result
 
 
 @pytest.fixture(params=["closed before the start", "closed", "full", "nobody reads it"])
@@ -39,6 +41,14 @@ def test_what_cannot_be_said_does_no_harm(stream: io.TextIOWrapper | None, monke
     say_error("beware")
     say_out("listening")
     flush_all()
+
+
+def test_a_result_that_is_lost_is_an_error(stream: io.TextIOWrapper | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody wants it if the stream is closed, or its reader is gone."""
+    monkeypatch.setattr(sys, "stdout", stream)
+    is_full = stream is not None and not stream.closed and os.readlink(f"/proc/self/fd/{stream.fileno()}") == "/dev/full"
+    with pytest.raises(ConfigError, match="stdout: No space left on device") if is_full else nullcontext():
+        say_result("a line")
 
 
 def test_a_connection_does_not_get_the_descriptor_of_a_stream_that_is_closed() -> None:

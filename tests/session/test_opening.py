@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import commsched.session.opening
-from commsched import ConfigError
+from commsched import CommschedError, ConfigError
 from commsched.control.rendezvous import Reached
 from commsched.core.world import World
 from commsched.session.opening import open_session, processor_kind, steps_between_comparisons
@@ -73,6 +75,24 @@ def test_addresses_that_no_gradient_takes_are_not_asked_for(tmp_path: Path, monk
     monkeypatch.setattr(commsched.session.opening, "transport_name", lambda *about: "mpi")
     monkeypatch.setattr(commsched.session.opening, "open_named", opened)
     assert "mpi is opened" in open_two(tmp_path)  # one rank may hear of the other's
+
+
+def test_what_fails_when_all_have_joined_ends_the_job_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(address: str, local_rank: int, stats: object) -> Callable[[], None]:
+        if local_rank == 1:
+            raise ConfigError("no further thread")
+        return lambda: None
+
+    def rank_main(rank: int) -> str:
+        settings = Settings.load({**keywords, "rendezvous": str(tmp_path / "control.json")}, {})
+        with pytest.raises(CommschedError) as raised, open_session(World(rank, 2, rank, 2, "threads"), settings) as its:
+            its.gather(None)
+        return str(raised.value)
+
+    keywords = {"transport": "ps", "join_within": 60.0, "metrics": "127.0.0.1:0"}
+    monkeypatch.setattr(commsched.session.opening, "serve_metrics", serve)
+    assert run_world(2, rank_main, timeout_seconds=300) == ["rank 1 ended: ConfigError: no further thread", "no further thread"]
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("commsched-")]
 
 
 def test_a_faster_network_of_all_ranks_is_named_once(

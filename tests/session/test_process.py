@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import commsched
-from commsched.core.errors import ConfigError, PeerLost
+from commsched.core.errors import ConfigError, PeerLost, TransportError
 from commsched.session import process
 
 from ..jobs.job import clean_environ
@@ -44,6 +44,28 @@ def test_a_library_that_counts_other_ranks_than_the_launcher_is_told(monkeypatch
     commsched.require_world_size(2, "Trainer(devices=2)")
     with pytest.raises(ConfigError, match=r"commsched run started 2 ranks, but Trainer\(devices=1\) makes 1; make them agree"):
         commsched.require_world_size(1, "Trainer(devices=1)")
+
+
+def test_a_process_asks_for_its_place_in_an_elastic_job_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher would not hear a second one, which would wait without end."""
+    asked: list[object] = []
+
+    def move(member: object, its: object) -> None:
+        asked.append(its)
+
+    monkeypatch.setattr(process.ElasticMember, "move", move)
+    monkeypatch.setattr(process, "_member", None)
+    several = {"COMMSCHED_RANK": "0", "COMMSCHED_WORLD_SIZE": "2", "COMMSCHED_ELASTIC": "/run/member-0"}
+    monkeypatch.setattr(os, "environ", several)
+    with pytest.raises(ConfigError, match="COMMSCHED_TOKEN is missing"):
+        commsched.init()
+    assert asked == []
+    monkeypatch.setattr(os, "environ", several | {"COMMSCHED_TOKEN": "a token of this test"})
+    with pytest.raises(TransportError, match="the job has made all its steps"):
+        commsched.init()
+    with pytest.raises(ConfigError, match="this process has asked for its place in the elastic job before"):
+        commsched.init()
+    assert len(asked) == 1
 
 
 def test_whether_the_job_is_elastic(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import commsched
-from commsched import SchedulerConfig, Session
+from commsched import ManifestMismatch, SchedulerConfig, Session
 from commsched.control.events import Listener
 from commsched.core.core import Core
 from commsched.core.errors import FORKED, CommschedError, ConfigError, PeerLost, PeerTimeout, TransportError, UnsupportedError
@@ -107,6 +107,23 @@ def test_broadcast_moves_any_bytes_exactly(size: int, root: int) -> None:
         return bytes(data)
 
     assert ranks(3, main, SchedulerConfig(1000, 3000)) == [sent[root]] * 3
+
+
+def test_nothing_to_broadcast_and_a_broadcast_that_is_refused_leave_no_change_that_waits() -> None:
+    changed = SchedulerConfig(300, 900)
+
+    def main(session: Session) -> None:
+        session.broadcast("nothing", memoryview(bytearray()))
+        session.average(TensorSpec("nothing", (0,), "float32"), memoryview(bytearray()))
+        with pytest.raises(ManifestMismatch):
+            session.broadcast(f"of rank {session.rank}", memoryview(bytearray(8)))
+        if session.rank == 0:
+            session.reconfigure(changed)
+        while not all(session.gather(session.core.config == changed)):
+            pass
+        assert session.core._changes.waiting == []
+
+    ranks(2, main)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1500])
