@@ -43,7 +43,7 @@ from .pace import Pace, PaceReport, Stragglers
 from .plan import Partition, Plan, cut
 from .policies import make_policy
 from .reconfigure import Reconfiguration
-from .scheduler import COLLECTIVES, LAST_KEY, LAUNCH_ORDERS, Scheduler, SchedulerConfig, is_key
+from .scheduler import COLLECTIVES, LAST_KEY, LAUNCH_ORDERS, MAX_PARTITION_BYTES, Scheduler, SchedulerConfig, is_key
 from .staging import DeviceGroup, Kernels, StagedGroup, StagedTask, Staging
 from .stalls import RankProgress, Stalls, StepOfGroup, Wait, progress_of
 from .task import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, CommTask, State
@@ -162,10 +162,16 @@ class Core:
         """Check that the transport supports ``config``. A transport without an order takes any order.
 
         Raises:
-            ConfigError: there is no such collective or order.
+            ConfigError: there is no such collective, order or policy, or a size is out of its bounds.
             UnsupportedError: the transport does not support it; the message names the cause and a remedy.
         """
         transport = self._transport
+        if not 1 <= config.partition_bytes <= MAX_PARTITION_BYTES:
+            raise ConfigError(f"partition_bytes is {config.partition_bytes}; it must be from 1 to {MAX_PARTITION_BYTES}")
+        for name in ("credit_bytes", "fusion_bytes"):
+            if (value := getattr(config, name)) is not None and value < 0:
+                raise ConfigError(f"{name} is {value}; it must not be negative")
+        make_policy(config.policy)
         if config.collective not in COLLECTIVES:
             raise ConfigError(f"collective '{config.collective}' is unknown; there are: {', '.join(COLLECTIVES)}")
         if self._splits(config.collective) and not {REDUCE_SCATTER, ALL_GATHER} <= transport.verbs:
@@ -551,7 +557,12 @@ class Core:
                 self._wakes.get()
                 continue
             for act in work:
-                act()
+                try:
+                    act()
+                except CommschedError as error:
+                    self._report(error)
+                except Exception as error:
+                    self._report(self._bug("the dispatcher", error))
             del act, work  # they hold a task, which must not keep its buffer alive until the next work comes
 
     def _next_work(self) -> list[Callable[[], None]]:
@@ -570,11 +581,8 @@ class Core:
                 work += self._messages(self._agreement)
         except CommschedError as error:  # the ranks differ: the last task of a static step shows it
             return [*work, partial(self._report, error)]
-        except Exception as error:  # a bug of ours must end the job, not silently end the dispatcher
-            log.exception("the agreed order of launches failed")
-            rank = self._transport.rank
-            broken = TransportError(f"rank {rank}: the agreed order of launches failed: {error_text(error)}", rank=rank)
-            return [*work, partial(self._report, broken)]
+        except Exception as error:
+            return [*work, partial(self._report, self._bug("the agreed order of launches", error))]
         if task is not None:
             task.advance("start")
             task.started_at = monotonic()
@@ -585,6 +593,12 @@ class Core:
             work += self._releases
             self._releases = []
         return work
+
+    def _bug(self, what: str, error: Exception) -> TransportError:
+        """The failure of the job by a bug of ours, or of a transport, which must not silently end the dispatcher."""
+        log.error("%s failed", what, exc_info=error)
+        rank = self._transport.rank
+        return TransportError(f"rank {rank}: {what} failed: {error_text(error)}", rank=rank)
 
     def _collect(self, task: CommTask) -> None:
         self._call_transport(task, lambda: self._transport.collect(task, self._collected))

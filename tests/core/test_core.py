@@ -240,6 +240,46 @@ def test_a_rank_that_left_is_spared_by_the_last_average_though_its_bytes_have_lo
     assert released.wait(60)
 
 
+def test_a_transport_that_cannot_release_a_group_ends_the_job_and_not_the_dispatcher(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would start any further task, and all would wait."""
+
+    def release(group: int) -> None:
+        raise KeyError(group)
+
+    monkeypatch.setattr(world.transport, "release", release)
+    group = world.add_group()
+    group.begin_step()
+    group.notify_ready(0)
+    (task,) = world.transport.wait_started(1)
+    group.release()
+    world.transport.sent(task)
+    world.transport.done(task)
+    error = world.failures.get(timeout=60)
+    assert str(error) == "rank 0: the dispatcher failed: KeyError: 0"
+    assert isinstance(error, TransportError)
+    assert world.core._dispatcher.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (SchedulerConfig(partition_bytes=0), "partition_bytes is 0; it must be from 1 to 268435456"),
+        (SchedulerConfig(partition_bytes=2**28 + 1), "partition_bytes is 268435457; it must be from 1 to 268435456"),
+        (SchedulerConfig(credit_bytes=-1), "credit_bytes is -1; it must not be negative"),
+        (SchedulerConfig(fusion_bytes=-1), "fusion_bytes is -1; it must not be negative"),
+        (SchedulerConfig(policy="nope"), "policy 'nope' is unknown; there are: fifo, priority"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_before_ranks_agree_on_it(
+    world: World, config: SchedulerConfig, said: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        world.core.require_supported(config)
+    assert str(raised.value) == said
+
+
 def test_what_becomes_ready_after_a_rank_has_gone_fails_and_does_not_wait(world: World) -> None:
     group = world.add_group()
     released = threading.Event()

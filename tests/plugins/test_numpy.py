@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 import commsched
-from commsched.core.errors import CommschedError, ManifestMismatch, TransportError, UnsupportedError
+from commsched.core.errors import CommschedError, ConfigError, ManifestMismatch, TransportError, UnsupportedError
 from commsched.core.interfaces import Transport
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
@@ -354,7 +354,49 @@ def test_different_networks_are_refused_on_every_rank() -> None:
 
     on_ranks(2, open_rank)
     assert said == [said[0]] * 2
-    assert said[0].startswith("tensor 0 is '1.weight' uint8[192] on rank 0 but '1.weight' uint8[256] on rank 1")
+    assert said[0].startswith("tensor 2 is '1.weight' float64[8, 3] on rank 0 but '1.weight' float64[8, 4] on rank 1")
+
+
+@pytest.mark.parametrize("differs", ["network", "owner"])
+def test_a_second_optimizer_that_is_refused_leaves_the_first_as_it_is(differs: str) -> None:
+    def run(session: Session) -> Weights:
+        network = make_network(np.random.default_rng(0))
+        first = ScheduledOptimizer(SGD(network, 0.1), session)
+        train(network, first, [make_batch(session.rank, 0, 3)])
+        layers = network.layers
+        if differs == "network":
+            network.layers = layers[: len(layers) - 2 * session.rank]
+            with pytest.raises(ManifestMismatch, match=r"the first that only one has is '4.weight'"):
+                ScheduledOptimizer(SGD(network, 0.1), session)
+            network.layers = layers
+        else:
+            other = network if session.rank == 0 else make_network(np.random.default_rng(0))
+            said = "the network belongs to an earlier ScheduledOptimizer on rank 0 but no other one on rank 1"
+            with pytest.raises(ConfigError, match=said):
+                ScheduledOptimizer(SGD(other, 0.1), session)
+        train(network, first, [make_batch(session.rank, 1, 3)])
+        first.synchronize()
+        return weights_of(network)
+
+    alone = make_network(np.random.default_rng(0))
+    train(alone, SGD(alone, 0.1), [joint_batch(2, step, 3) for step in range(2)])
+    for weights in on_ranks(2, run):
+        for name, values in weights_of(alone).items():
+            np.testing.assert_allclose(weights[name], values, rtol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("shares", ["an array", "a view of it"])
+def test_layers_that_share_memory_are_refused(shares: str) -> None:
+    """Forward would read the weight of one layer when the update of the other was made, or before."""
+
+    def open_rank(session: Session) -> None:
+        network = Network([Linear(3, 3, np.random.default_rng(0)) for _ in range(2)])
+        weight = network.layers[0].parameters["weight"]
+        network.layers[1].parameters["weight"] = weight if shares == "an array" else weight[:]
+        with pytest.raises(UnsupportedError, match=r"^parameters '0.weight' and '1.weight' share memory; "):
+            ScheduledOptimizer(SGD(network, 0.1), session)
+
+    on_ranks(1, open_rank)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "complex128"])

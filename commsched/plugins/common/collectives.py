@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 import commsched
 
+from ...core.comparison import require_same
 from ...core.device import Device
-from ...core.errors import ManifestMismatch
+from ...core.errors import ConfigError, ManifestMismatch
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest
 from ...devices import open_device
@@ -65,6 +66,20 @@ def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str
             raise ManifestMismatch(f"rank {rank} {does or 'does something else'} while rank {session.rank} {doing}: {advice}")
         values.append(theirs["value"])
     return values
+
+
+def require_same_owner(session: commsched.Session, number: int | None, what: str, kind: str) -> None:
+    """Require that a new ``kind``, such as a trainer, takes its parameters from the same earlier one on all ranks, or from none
+    (``number`` is None). Collective. Raises ConfigError, before anything has changed."""
+
+    def owner(its: int | None) -> str:
+        return "no other one" if its is None else f"an earlier {kind}"
+
+    require_same(
+        session.gather(number),
+        lambda different: f"{what} to {different.text(owner)}; make another one of the same on all ranks, or detach that one",
+        ConfigError,
+    )
 
 
 def _allocate(nbytes: int) -> tuple[Any, memoryview]:

@@ -24,6 +24,7 @@ import commsched
 from ...core.device import Device
 from ...core.errors import UnsupportedError, error_text
 from ...core.manifest import Manifest, TensorSpec
+from ..common.collectives import gather_alike
 from ..common.step_flags import StepFlags
 from ..common.weights_check import WeightsCheck, digest_of, number_in
 from .memory import DeviceGradients, FlatGradients, HostGradients, bytes_of
@@ -34,6 +35,8 @@ _adding = threading.Lock()
 
 #: Stands for no round: there are no averages to apply.
 NOTHING = 0
+
+ADVICE = "make the same trainings, and their first steps, in the same order on all ranks"
 
 
 class GradientExchange:
@@ -57,7 +60,7 @@ class GradientExchange:
         self._device = device
         self.specs = tuple(specs)
         self.failures: deque[BaseException] = deque(maxlen=16)  # several callbacks may fail concurrently
-        self._first = int(session.gather(secrets.randbelow(2**30 - 1) + 1)[0])
+        self._first = gather_alike(session, "begins a training", secrets.randbelow(2**30 - 1) + 1, ADVICE)[0]
         self._round = NOTHING
         self._gradients: FlatGradients | None = None
         self._tensors: dict[int, int] = {}  # place in specs -> index in the manifest
@@ -84,7 +87,7 @@ class GradientExchange:
     def register(self, order: Sequence[int]) -> None:
         """Register the tensors in rank 0's ``order``, which should be the forward order. Call it once. Collective. Raises
         ManifestMismatch if ranks disagree."""
-        order = self.session.gather(list(order))[0]
+        order = gather_alike(self.session, "traces its first step", list(order), ADVICE)[0]
         manifest = Manifest(tuple(self.specs[place] for place in order))
         registered = RegisteredGroups.of(self.session)
         registered.release_unowned()

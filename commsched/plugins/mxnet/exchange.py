@@ -18,7 +18,8 @@ import commsched
 from ...core.comparison import require_same
 from ...core.errors import ConfigError, UnsupportedError
 from ...core.manifest import Manifest
-from ..common.collectives import gather_alike
+from ..common.collectives import gather_alike, require_same_owner
+from ..common.weights_check import number_in
 from .agreement import RoundOutcome, require_equal_optimizers
 from .parameters import TRAINER_ADVICE, Slot, require_averageable, require_equal_values, spec_of
 from .rounds import RoundExchange, Rounds
@@ -29,7 +30,8 @@ _exchanges: WeakValueDictionary[int, GradientExchange] = WeakValueDictionary()
 
 
 class GradientExchange(RoundExchange):
-    """Exchanges the gradients of one trainer. Call it from the training thread only.
+    """Exchanges the gradients of one trainer. Call it from the training thread only, :meth:`take_over` first. Making one is
+    collective.
 
     The flat buffers are made in the first round. By then all shapes are known, and backward has shown the order of the layers.
     """
@@ -45,25 +47,30 @@ class GradientExchange(RoundExchange):
                 raise ConfigError(f"the trainer has two parameters named '{parameter.name}': give their blocks other prefixes")
             names.add(parameter.name)
         self._replaced = False
-        self._take_over()
-        for parameter in parameters:
-            _exchanges[id(parameter)] = self
-        self.end_with_session()
+        self._number, _ = number_in(session, "trainer")
+        self._earlier = self._find_earlier()
+        number = None if self._earlier is None else self._earlier._number
+        require_same_owner(session, number, "the trainer's parameters belong", "ScheduledTrainer")
 
-    def _take_over(self) -> None:
-        """Take the parameters from an earlier trainer of exactly these parameters. Collective.
-
-        There is such a trainer if a notebook's cell is run again, for example. Raises ConfigError if a parameter belongs to a
-        trainer with other parameters or of another session, and RanksDiverged if other ranks continue with the earlier trainer.
-        """
+    def _find_earlier(self) -> GradientExchange | None:
+        """An earlier trainer of exactly these parameters, such as one from an earlier run of a notebook's cell."""
         owners = {parameter.name: _exchanges.get(id(parameter)) for parameter in self._parameters}
         owned = {name: other for name, other in owners.items() if other is not None and not other._session.closed}
         for name, other in owned.items():
             if other._session is not self._session or set(map(id, other._parameters)) != set(map(id, self._parameters)):
                 raise ConfigError(f"parameter '{name}' belongs to another ScheduledTrainer; call its detach() first")
-        for other in set(owned.values()):
-            other.detach()
-            other._replaced = True
+        return next(iter(owned.values()), None)
+
+    def take_over(self) -> None:
+        """Begin, and end the earlier trainer of the same parameters, if there is one. Collective. Raises RanksDiverged if other
+        ranks continue with the earlier trainer."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            earlier.detach()
+            earlier._replaced = True
+        for parameter in self._parameters:
+            _exchanges[id(parameter)] = self
+        self.end_with_session()
 
     # --- called by the trainer ---
 
@@ -87,6 +94,7 @@ class GradientExchange(RoundExchange):
         self._session.core.check()
         rounds = self._rounds = self._rounds or self._register(hyper_parameters)
         rounds.settle()
+        self._require_as_registered()
         rounds.weights.take(rounds.queued.round, [slot.data for slot in self._slots])
         self._look_at_parameters()
         rounds.queued.begin_round()
@@ -95,7 +103,13 @@ class GradientExchange(RoundExchange):
         self._submit(rounds, [tensor for tensor in tensors if self._slots[tensor].fresh or self._slots[tensor].is_frozen])
         late = [tensor for tensor in tensors if not self._slots[tensor].fresh and not self._slots[tensor].is_frozen]
         if late:
-            share = rounds.agreement.share_with_gradient()
+            try:
+                share = rounds.agreement.share_with_gradient()
+            except UnsupportedError:  # the other ranks learn of it in their next round, and must get to its beginning
+                for tensor in late:
+                    self._slots[tensor].used = False
+                self._submit(rounds, late)
+                raise
             for tensor in late:
                 slot = self._slots[tensor]
                 is_average, slot.used = slot.used, share[tensor] > 0
@@ -161,6 +175,8 @@ class GradientExchange(RoundExchange):
             lambda different: f"parameter '{different.key}' {different.text(lambda item: item or 'is not')} (grad_req='null'?)",
         )
         require_equal_values(self._session, list(trained.values()))
+        if not names:
+            raise UnsupportedError("no parameter is trained (grad_req='null'?), so there is nothing to average")
         what = f"'{next(iter(trained))}' and {len(names) - 1} more"
         manifest = Manifest(tuple(spec_of(name, trained[name].data()) for name in names))
         rounds = Rounds(self._session, what, manifest, names, may_freeze=True)
@@ -169,9 +185,20 @@ class GradientExchange(RoundExchange):
 
     # --- each round ---
 
-    def _look_at_parameters(self) -> None:
+    def _require_as_registered(self) -> None:
+        """Call it before anything of the round has changed: then the round can be begun again after a mistake is mended."""
         for slot in self._slots:
             slot.require_as_registered()
+        trained = {id(slot.parameter) for slot in self._slots}
+        for parameter in self._parameters:
+            if parameter.grad_req != "null" and id(parameter) not in trained:
+                raise UnsupportedError(
+                    f"parameter '{parameter.name}' is trained since the first step only: make another ScheduledTrainer after "
+                    "detach() of this one, on all ranks"
+                )
+
+    def _look_at_parameters(self) -> None:
+        for slot in self._slots:
             if not self._averaged:
                 slot.fresh = slot.used = False
             # Else the averages are averaged again, which changes nothing where backward has not run since.
@@ -180,13 +207,6 @@ class GradientExchange(RoundExchange):
             elif slot.data._fresh_grad:
                 slot.fresh = slot.used = True
                 slot.data._fresh_grad = False  # if it is true before the update, backward has run again
-        trained = {id(slot.parameter) for slot in self._slots}
-        for parameter in self._parameters:
-            if parameter.grad_req != "null" and id(parameter) not in trained:
-                raise UnsupportedError(
-                    f"parameter '{parameter.name}' is trained since the first step only: make another ScheduledTrainer after "
-                    "detach() of this one, on all ranks"
-                )
 
     def offer(self, rounds: Rounds, done: RoundOutcome) -> None:
         rounds.agreement.offer(done, [slot.fresh for slot in self._slots], [slot.is_frozen for slot in self._slots])

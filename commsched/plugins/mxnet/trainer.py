@@ -65,12 +65,10 @@ class ScheduledTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         for parameter in parameters:
             if parameter.grad_req != "null":
                 require_averageable(parameter)
-        self._exchange = GradientExchange(session, parameters)
-        try:
-            begin_from_rank_0(session, parameters)
-        except BaseException:
-            self._exchange.release_parameters()
-            raise
+        exchange = GradientExchange(session, parameters)
+        begin_from_rank_0(session, parameters)
+        exchange.take_over()
+        self._exchange = exchange
 
     def allreduce_grads(self) -> None:
         """Queue the averages of the gradients, for example to clip them before ``update``.

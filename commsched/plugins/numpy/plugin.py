@@ -26,9 +26,9 @@ import commsched
 from ...core.device import Device, DeviceStream
 from ...core.errors import UnsupportedError
 from ...core.interfaces import Buffer
-from ...core.manifest import Manifest, TensorSpec
+from ...core.manifest import Manifest, TensorSpec, require_equal
 from ...devices import open_device
-from ..common.collectives import register_flat
+from ..common.collectives import register_flat, require_same_owner
 from ..common.device_copies import to_host
 from ..common.undo import COPIED_AHEAD, Undo
 from ..common.weights_check import WeightsCheck, digest_of, number_in
@@ -52,7 +52,7 @@ class ScheduledOptimizer:
     layer's ``gradients`` belong to commsched: do not read or write them.
 
     The constructor is collective: every rank must call it, in the same order. It makes the last updates of an earlier
-    ScheduledOptimizer of the same network, which it replaces. Use the optimizer from one thread.
+    ScheduledOptimizer of the same network, which it replaces. Use the optimizer from one thread. Layers may not share arrays.
 
     Args:
         optimizer: updates one layer at a time, with the hyper-parameters that it has when ``step`` is called.
@@ -60,10 +60,10 @@ class ScheduledOptimizer:
         device: the device that holds the arrays. The default is that of cupy's arrays, and the host for numpy's.
 
     Raises:
-        ConfigError: the device's library is missing; see ``commsched.devices.open_device``.
-        UnsupportedError: a parameter's dtype, memory layout or device cannot be communicated.
-        ManifestMismatch: ranks have different networks. Raised on every rank. Parameters before the first that differs may
-            already have the values of rank 0.
+        ConfigError: the device's library is missing; see ``commsched.devices.open_device``. Or an earlier ScheduledOptimizer
+            has the network on some ranks only.
+        UnsupportedError: a parameter's dtype, memory layout or device cannot be communicated, or layers share one.
+        ManifestMismatch: ranks have different networks. Raised on every rank, before anything has changed.
     """
 
     def __init__(self, optimizer: SGD, session: commsched.Session | None = None, device: Device | None = None) -> None:
@@ -74,12 +74,19 @@ class ScheduledOptimizer:
         self._due: dict[int, SGD] = {}  # outstanding updates: layer -> copy of the optimizer, made when ``step`` was called
         self._undo: Undo[int] | None = None  # by layer; in an elastic job
         self._is_replaced = False
+        self._number = 0  # in its session
+        self._session = session = session or commsched.init(device="cpu" if self._device is None else self._device.name)
+        _refuse_shared_arrays(self._network)
         owner = getattr(self._network.around_forward, "__self__", None)
-        if isinstance(owner, ScheduledOptimizer):
-            owner._leave_network()
-        self._take_part(session or commsched.init(device="cpu" if self._device is None else self._device.name))
+        self._take_part(session, owner if isinstance(owner, ScheduledOptimizer) else None)
 
-    def _take_part(self, session: commsched.Session) -> None:
+    def _take_part(self, session: commsched.Session, earlier: ScheduledOptimizer | None = None) -> None:
+        """Take part in ``session``, and take the network over from ``earlier``. Collective."""
+        number = earlier._number if earlier is not None and earlier._session is session else None
+        require_same_owner(session, number, "the network belongs", "ScheduledOptimizer")
+        require_equal([Manifest.from_record(record) for record in session.gather(self._manifest().to_record())])
+        if earlier is not None:
+            earlier._leave_network()
         self._session = session
         self._begin_from_root()
         self._register()
@@ -103,10 +110,12 @@ class ScheduledOptimizer:
 
         Raises:
             UnsupportedError: another ScheduledOptimizer was made for the same network, or this one after backward.
+            RuntimeError: the last backward was broken off.
             CommschedError: the session failed.
         """
         if self._is_replaced:
             raise UnsupportedError("another ScheduledOptimizer was made for the same network: use that one")
+        self._require_whole_backward()
         self.synchronize()  # does nothing if a forward has run since the last step
         if self._undo is not None:
             self._undo.committed()
@@ -134,17 +143,20 @@ class ScheduledOptimizer:
 
     # --- (a) describe the tensors ---
 
+    def _slots(self) -> list[tuple[int, str]]:
+        """The layer and the name of each parameter, in forward order."""
+        return [(index, name) for index, layer in enumerate(self._network.layers) for name in layer.parameters]
+
+    def _manifest(self) -> Manifest:
+        parameters = [(f"{index}.{name}", self._network.layers[index].parameters[name]) for index, name in self._slots()]
+        return Manifest(tuple(TensorSpec(name, each.shape, each.dtype.name) for name, each in parameters))
+
     def _register(self) -> None:
-        layers = self._network.layers
-        slots = [(index, name) for index, layer in enumerate(layers) for name in layer.parameters]
-        specs = []
-        for index, name in slots:
-            parameter = layers[index].parameters[name]
-            specs.append(TensorSpec(f"{index}.{name}", parameter.shape, parameter.dtype.name))
+        layers, slots, manifest = self._network.layers, self._slots(), self._manifest()
         parameters = [layers[index].parameters[name] for index, name in slots]
         self._group, places = register_flat(
             self._session,
-            Manifest(tuple(specs)),
+            manifest,
             allocate=partial(self._allocate, parameters),
             device=self._device,
             may_freeze=True,  # ``step`` is called after backward
@@ -154,8 +166,8 @@ class ScheduledOptimizer:
             layers[index].gradients[name] = place
             self._tensors[index].append(tensor)
         self._parameters = parameters
-        _, label = number_in(self._session)
-        names, nbytes = [spec.name for spec in specs], [spec.nbytes for spec in specs]
+        self._number, label = number_in(self._session)
+        names, nbytes = [spec.name for spec in manifest.tensors], [spec.nbytes for spec in manifest.tensors]
         self._check = WeightsCheck(self._session, names, nbytes, f"weights{label}")
 
     def _allocate(self, parameters: list[NDArray[Any]], nbytes: int) -> tuple[NDArray[np.uint8], Buffer]:
@@ -200,10 +212,13 @@ class ScheduledOptimizer:
             stream = self._stream()
             self._group.notify_all_ready(self._tensors[index], None if stream is None else stream.record())
 
-    def _begin_step(self) -> None:
+    def _require_whole_backward(self) -> None:
         missing = len(self._group.manifest.tensors) - len(self._group.notified)
         if self._group.step >= 0 and missing:  # the other ranks wait for these gradients: to continue would hang
             raise RuntimeError(f"backward of step {self._group.step} was broken off: {missing} gradients were never written")
+
+    def _begin_step(self) -> None:
+        self._require_whole_backward()
         self.synchronize()  # if no forward followed the last step: this backward overwrites its averages
         self._group.begin_step(self._stream())
 
@@ -252,6 +267,19 @@ class ScheduledOptimizer:
         yield
         if self._session.observer is not None:
             self._session.observer.on_span(track, self._names[index], start, monotonic())
+
+
+def _refuse_shared_arrays(network: Network) -> None:
+    """A layer's update would change what another layer's forward is about to read, or has read."""
+    seen: dict[str, Any] = {}
+    for index, layer in enumerate(network.layers):
+        for name, parameter in layer.parameters.items():
+            for other, its in seen.items():
+                if parameter is its or (isinstance(parameter, np.ndarray) and np.may_share_memory(parameter, its)):
+                    raise UnsupportedError(
+                        f"parameters '{other}' and '{index}.{name}' share memory; give each an array of its own"
+                    )
+            seen[f"{index}.{name}"] = parameter
 
 
 def _device_of(network: Network) -> Device | None:

@@ -20,7 +20,7 @@ import commsched
 
 from ...core.errors import ClosedError, UnsupportedError
 from ...core.manifest import Manifest, TensorSpec
-from ..common.collectives import register_flat
+from ..common.collectives import gather_alike, register_flat
 from ..common.step_flags import StepFlags
 from .agreement import Agreement, common_name
 from .guard import own_value
@@ -31,6 +31,7 @@ Bundle = tuple[int, ...]
 
 #: Gradients above this size are not bundled: their bytes cost more than a submission, so each is submitted early by itself.
 _MAX_BUNDLE_BYTES = 256 * 1024
+ADVICE = "all ranks must make the same steps, and give each epoch as many"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -76,7 +77,7 @@ class GradientExchange:
         self._agreement = agreement
         self._submitted = submitted
         self._paths = [variable.path for variable in variables]
-        self._forward = [int(index) for index in session.gather([int(index) for index in order])[0]]
+        self._forward: list[int] = gather_alike(session, "makes the first step", [int(index) for index in order], ADVICE)[0]
         specs = [
             TensorSpec(
                 common_name(index, variables[index]), tuple(variables[index].shape), own_value(variables[index]).dtype.name

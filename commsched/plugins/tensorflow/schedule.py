@@ -6,14 +6,16 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import keras
 import tensorflow as tf
 
 import commsched
 
+from ...core.comparison import require_same
 from ...core.errors import ConfigError, ManifestMismatch, UnsupportedError
+from ..common.collectives import require_same_owner
 from .agreement import Agreement, broadcast_variables, common_name, numbers_of, require_same_optimizer, without_numbers
 from .exchange import GradientExchange
 from .gate import refuse_xla
@@ -22,7 +24,7 @@ from .logs import hook_fit, leave_fit, meet_in
 from .step import Step
 from .timeline import Timeline
 from .update import Updates, constraints, hyper_parameters, why_all_at_once
-from .updater import Updater
+from .updater import Updater, call_if_alive
 
 log = logging.getLogger("commsched")
 
@@ -58,12 +60,19 @@ class Schedule:
         self._optimizer = optimizer
         self._model = model
         self._per_parameter = per_parameter
-        self._take_over()
+        number, earlier = self._earlier()
+        if earlier is None:
+            self._require_free()
         self._require_plain()
         self.why_all_at_once = why_all_at_once(kind, optimizer, per_parameter)
         if self.why_all_at_once is not None and session.rank == 0:
             log.info("%s: each step waits for all averages", self.why_all_at_once)
+        require_same_owner(session, number, "the optimizer's variables belong", "ScheduledOptimizer")
         require_same_optimizer(session, kind, optimizer)
+        self._require_same_variables()
+        if earlier is not None:
+            earlier.detach()
+            earlier.replaced = True
         for variable in [*model.variables, *optimizer.variables]:
             settle(variable)  # an outstanding update of another ScheduledOptimizer would come after the broadcast
         broadcast_variables(session, "initial weights", model.weights)
@@ -81,26 +90,42 @@ class Schedule:
         hook_fit(session, model, lambda used: getattr(used, "is_averaging", False))
         meet_in(session, self.meet)
         self._forget = session.on_close(self._finish)
-        session.cleanup.callback(self._updater.close)
+        session.cleanup.callback(partial(call_if_alive, WeakMethod(self._updater.close)))
 
-    def _take_over(self) -> None:
-        """Detach an earlier ScheduledOptimizer of exactly these variables, such as one from an earlier run of a notebook's
-        cell."""
-        for known in _made.get(self.session, ()):
+    def _earlier(self) -> tuple[int | None, Schedule | None]:
+        """The number of an earlier ScheduledOptimizer of exactly these variables, such as one from an earlier run of a
+        notebook's cell, and its Schedule. None and None if there is none."""
+        for number, known in enumerate(_made.get(self.session, ())):
             other = known()
             if other is not None and not other.ended and set(map(id, other.variables)) == set(map(id, self.variables)):
-                other.detach()
-                other.replaced = True
+                return number, other
+        return None, None
+
+    def _require_free(self) -> None:
+        for variable in self.variables:
+            if is_guarded(variable):
+                raise ConfigError(
+                    f"variable '{variable.path}' belongs to another ScheduledOptimizer; call that one's detach() first"
+                )
+
+    def _require_same_variables(self) -> None:
+        """Require that all ranks train the same variables of the model: others of the same shape would be averaged with each
+        other. Raises ManifestMismatch."""
+        places = {id(variable): place for place, variable in enumerate(self._model.variables)}
+        trained = [common_name(places[id(variable)], variable) for variable in self.variables]
+        require_same(
+            self.session.gather(trained),
+            lambda different: (
+                f"the optimizer trains {different.text(_of_the_model)}; freeze the same layers on all ranks, before the "
+                "optimizer is given to ScheduledOptimizer"
+            ),
+        )
 
     def _require_plain(self) -> None:
         known = {id(variable) for variable in self._model.variables}
         for variable in self.variables:
             if id(variable) not in known:
                 raise ManifestMismatch(f"variable '{variable.path}' of the optimizer is not in the model '{self._model.name}'")
-            if is_guarded(variable):
-                raise ConfigError(
-                    f"variable '{variable.path}' belongs to another ScheduledOptimizer; call that one's detach() first"
-                )
             if getattr(variable, "overwrite_with_gradient", False):
                 raise UnsupportedError(
                     f"variable '{variable.path}' is overwritten by its gradient (float8), which is not averaged"
@@ -271,6 +296,10 @@ class Schedule:
         if self._updater.exchange is not None:
             self._updater.exchange.close(release_groups)
         self._updater.close()
+
+
+def _of_the_model(name: str | None) -> str:
+    return "no further variable" if name is None else f"variable {name} of the model"
 
 
 def _refuse_earlier_step(optimizer: Any) -> None:

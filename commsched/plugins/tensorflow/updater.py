@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
+from weakref import WeakMethod
 
 import tensorflow as tf
 
@@ -20,7 +22,14 @@ from .gate import Gate, Passage, Signals
 from .update import Updates
 
 #: A note on the error that a reader of a variable gets, for example to save it, if a failure has made its update impossible.
-_LOST = "an update that was outstanding then is lost, so go on from the last checkpoint"
+_LOST = "an update that was outstanding then is lost, so go on from the last checkpoint, with a new model"
+
+
+def call_if_alive(method: WeakMethod[Callable[..., Any]], *arguments: Any) -> None:
+    """Call a method of what may be gone. A session keeps its callbacks, which must not keep a model that was detached."""
+    its = method()
+    if its is not None:
+        its(*arguments)
 
 
 class Updater:
@@ -53,7 +62,7 @@ class Updater:
         self._error: CommschedError | None = None
         self._ends = False
         self._forget = session.observe(TaskObserver(self._on_task))
-        session.when_failed(self._on_failure)
+        session.when_failed(partial(call_if_alive, WeakMethod(self._on_failure)))
         self._thread = threading.Thread(target=self._run, name="commsched-update", daemon=True)
         self._thread.start()
 

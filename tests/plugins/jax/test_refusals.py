@@ -78,6 +78,22 @@ def test_another_leaf_in_one_place() -> None:
     )
 
 
+def test_another_call_instead_of_the_first_step() -> None:
+    def run(session: Session) -> None:
+        state = cs.create(make_params(0), TX, session=session)
+        if session.rank == 0:
+            session.gather({"of the script": 1})
+        else:
+            with pytest.raises(
+                ManifestMismatch, match=r"^rank 0 does something else while rank 1 compares the update: make the same"
+            ):
+                cs.jit(cs.value_and_update(loss))(state, *make_batch(0, 0))
+        session.gather("both are here")
+        session.abort("refused")
+
+    on_ranks(2, run)
+
+
 def test_meeting_within_a_trace() -> None:
     refused(
         "^'layer0.bias' is traced: cs.create\\(\\) needs all ranks, so call it outside jit",

@@ -339,6 +339,103 @@ def test_a_second_trainer_for_the_same_parameters() -> None:
         np.testing.assert_allclose(ours[name], weights)
 
 
+@pytest.mark.parametrize("differs", ["parameters", "owner"])
+def test_a_second_trainer_that_is_refused_leaves_the_first_as_it_is(differs: str) -> None:
+    def train(session: Session) -> Any:
+        net = mlp()
+        first = trained(session, net)
+        parameters = list(net.collect_params().values())
+        if differs == "parameters":
+            expected: Any = pytest.raises(ManifestMismatch, match=r"the trainer has 'net_dense0_weight' .* on rank 0")
+            parameters = parameters[:: 1 - 2 * session.rank]
+        else:
+            said = "the trainer's parameters belong to an earlier ScheduledTrainer on rank 0 but no other one on rank 1"
+            expected = pytest.raises(ConfigError, match=said)
+            parameters = parameters if session.rank == 0 else list(mlp().collect_params().values())
+        with expected:
+            ScheduledTrainer(parameters, *SGD, session=session)
+        trained(session, net, trainer=first)
+        return weights_of(net)
+
+    plain = mlp()
+    trainer = gluon.Trainer(plain.collect_params(), *SGD)
+    for _ in range(2):
+        step(plain, trainer, *batches(2, steps=1)[0])
+    for weights in on_ranks(train):
+        for name, values in weights_of(plain).items():
+            np.testing.assert_allclose(weights[name], values)
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_step_that_is_refused_can_be_made_when_the_mistake_is_mended(ignores: bool) -> None:
+    """It has forgotten no gradient of the last backward."""
+
+    def train(session: Session) -> Any:
+        net = mlp()
+        frozen = net[0].weight
+        frozen.grad_req = "null"
+        trainer = trained(session, net)
+        inputs, labels = batches(2, steps=1)[0]
+        backward(net, inputs[share(session)], labels[share(session)])
+        frozen.grad_req = "write"
+        with pytest.raises(UnsupportedError, match="'net_dense0_weight' is trained since the first step only"):
+            trainer.step(ROWS, ignore_stale_grad=ignores)
+        frozen.grad_req = "null"
+        trainer.step(ROWS, ignore_stale_grad=ignores)
+        return weights_of(net)
+
+    plain = mlp()
+    plain[0].weight.grad_req = "null"
+    trainer = gluon.Trainer(plain.collect_params(), *SGD)
+    for _ in range(2):
+        step(plain, trainer, *batches(2, steps=1)[0])
+    for weights in on_ranks(train):
+        for name, values in weights_of(plain).items():
+            np.testing.assert_allclose(weights[name], values)
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_is_named_on_both_if_another_is_late() -> None:
+    """Rank 0 finds it in its round, in which it has no new gradient of another parameter; rank 1 in its next round."""
+
+    def train(session: Session) -> list[str]:
+        net = mlp()
+        unused = gluon.Parameter("unused", shape=(4,), dtype="float64")
+        unused.initialize(mx.init.One())
+        trainer = ScheduledTrainer([*net.collect_params().values(), unused], *SGD, session=session)
+        said = []
+        for number in range(3):
+            inputs, labels = batches(2, steps=1)[0]
+            if number == 1 and session.rank == 1:
+                net[0].weight.grad_req = "null"
+            with autograd.record():
+                outputs = net(nd.array(inputs[share(session)], dtype="float64"))
+                if number == 0 or session.rank == 1:
+                    outputs = outputs + unused.data()
+                loss = gluon.loss.SoftmaxCrossEntropyLoss()(outputs, nd.array(labels[share(session)], dtype="float64"))
+            loss.backward()
+            try:
+                trainer.step(ROWS, ignore_stale_grad=True)
+                unused.data().asnumpy()
+            except UnsupportedError as error:
+                said.append(str(error))
+        session.gather("both have seen it")
+        session.abort("refused")
+        return said
+
+    named = "parameter 'net_dense0_weight' has grad_req='null' on some ranks only: set it on all, or on none"
+    assert on_ranks(train) == [[named, named], [named]]
+
+
+def test_a_trainer_of_frozen_parameters() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        for parameter in net.collect_params().values():
+            parameter.grad_req = "null"
+        ScheduledTrainer(net.collect_params(), *SGD, session=session).step(ROWS)
+
+    both_raise(UnsupportedError, r"no parameter is trained \(grad_req='null'\?\), so there is nothing to average", train)
+
+
 def test_an_update_that_only_one_rank_makes() -> None:
     def train(session: Session) -> None:
         net = mlp()

@@ -187,6 +187,70 @@ def test_a_model_whose_part_another_has() -> None:
     refused(ConfigError, r"belongs to another ScheduledOptimizer; call that one's detach\(\) first", body)
 
 
+def test_ranks_that_freeze_other_layers_of_the_same_shape() -> None:
+    """Their names, without the numbers that Keras gives them, are equal, and so are their shapes."""
+
+    def body(session: Session, model: Any) -> None:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(6), layers.Dense(6)])
+        model.layers[session.rank].trainable = False
+        ScheduledOptimizer(sgd(), model, session=session)
+
+    said = "the optimizer trains variable 2 .*dense/kernel of the model on rank 0 but variable 0 .*dense/kernel of the model on"
+    refused(ManifestMismatch, said, body)
+
+
+def test_ranks_that_freeze_another_number_of_layers() -> None:
+    def body(session: Session, model: Any) -> None:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(6), layers.Dense(6)])
+        model.layers[1].trainable = session.rank == 0
+        ScheduledOptimizer(sgd(), model, session=session)
+
+    refused(ManifestMismatch, "variable 2 .*dense/kernel of the model on rank 0 but no further variable on rank 1", body)
+
+
+@pytest.mark.parametrize("differs", ["hyper-parameters", "owner"])
+def test_a_second_optimizer_that_is_refused_leaves_the_first_as_it_is(differs: str) -> None:
+    models, others = [made(mlp, 0) for _ in range(RANKS)], [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> Any:
+        model, mine = models[session.rank], share(session, INPUTS, TARGETS)
+        first = ScheduledOptimizer(sgd(), model, session=session)
+        if differs == "owner":
+            other = others[session.rank] if session.rank else model
+            said = "the optimizer's variables belong to an earlier ScheduledOptimizer on rank 0 but no other one on rank 1"
+            with pytest.raises(ConfigError, match=said):
+                ScheduledOptimizer(sgd(), other, session=session)
+        else:
+            second = keras.optimizers.SGD(0.1, momentum=0.5 + 0.1 * session.rank)
+            with pytest.raises(ManifestMismatch, match="the optimizer's 'momentum' is"):
+                ScheduledOptimizer(second, model, session=session)
+        return train(model, first, *mine, "eager")
+
+    plain = made(mlp, 0)
+    expected = train(plain, sgd(), INPUTS, TARGETS, "eager")
+    for weights in on_ranks(body):
+        for mine, values in zip(weights, expected):
+            np.testing.assert_allclose(mine, values)
+
+
+def test_a_model_that_was_detached_is_let_go_of() -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def body(session: Session) -> None:
+        model = made(one_layer, 0)
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+        optimizer.apply(gradients_of(model))
+        optimizer.detach()
+        held.append(weakref.ref(model.trainable_variables[0].value))
+        del model, optimizer
+        session.gather("both have detached")
+        keras.backend.clear_session()
+        gc.collect()
+        assert [each() for each in held] == [None] * RANKS
+
+    on_ranks(body)
+
+
 def test_a_second_optimizer_for_the_same_variables() -> None:
     """It takes over, as where a notebook's cell is run again; the first refuses to go on."""
     models = [made(mlp, 0) for _ in range(RANKS)]

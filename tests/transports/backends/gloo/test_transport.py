@@ -116,6 +116,7 @@ def test_a_rank_that_closes_with_operations_under_way_ends_and_is_noticed(
     monkeypatch.setattr("commsched.transports.backends.gloo._STATIC_PATIENCE_SECONDS", 1.0)
     failures: list[CommschedError] = []
     failed = threading.Event()
+    before = set(threading.enumerate())
 
     def on_failure(error: CommschedError) -> None:
         failures.append(error)
@@ -129,7 +130,7 @@ def test_a_rank_that_closes_with_operations_under_way_ends_and_is_noticed(
         assert f"rank 1 lost contact with another rank while it tried to {verb} tensor 'weight' of step 3: " in str(failures[0])
         transports[1].close(graceful)
     assert not any(each.done.is_set() for each in waiting)
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("commsched"):  # its operation ends in its time limit
             thread.join(60)
             assert not thread.is_alive(), thread.name
