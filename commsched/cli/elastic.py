@@ -41,9 +41,10 @@ from ..control.elastic_messages import (
 from ..control.generations import Action, Asked, Dismiss, Form, Generations, GiveUp, Kill, Start, Summon
 from ..control.rendezvous import fitting_name, require_no_loopback
 from ..core.errors import TransportError, ranks_text
+from ..settings import parse_switch
 from . import links
 from .follow import follow
-from .launch import Elasticity, Ends, Interrupted, ProcessEvent, ranks_number, signal_name, tell_user
+from .launch import Elasticity, Ends, Interrupted, ProcessEvent, none_joined, ranks_number, signal_name, tell_user
 from .machine import LocalMachine, Machine, ServerEnded, Signalled
 
 _TICK_SECONDS = 0.5
@@ -86,7 +87,11 @@ def run_elastic(
         if among is not None and listening is not None:
             desk = links.Desk(listening, among, machine.events)
             stack.callback(desk.close)
-        return _ElasticJob(machine, ranks, servers, elasticity).run()
+        job = _ElasticJob(machine, ranks, servers, elasticity)
+        code = job.run()
+        if code == 0 and ranks > 1 and not job.has_begun and not parse_switch(environ.get("COMMSCHED_DISABLE", "")):
+            tell_user(none_joined(ranks))
+        return code
 
 
 def _common(ranks: int, elasticity: Elasticity) -> dict[str, Any]:
@@ -145,6 +150,11 @@ class _ElasticJob:
         self._generation: Form | None = None
         self._has_told_of_loss = False  # in this generation
         self._has_given_up = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a generation."""
+        return self._generation is not None
 
     def run(self) -> int:
         """Run the job from its start to its end, and return the exit code."""

@@ -93,9 +93,7 @@ def run(
                 job.start_rank(command, environ, rank, ranks, stdout)
             code = job.wait()
             if code == 0 and ranks > 1 and not told.exists() and not disabled:
-                tell_user(
-                    f"no rank joined the job, so nothing was averaged: each of {ranks} processes ran alone. {NOTHING_MADE}"
-                )
+                tell_user(none_joined(ranks))
             return code
         except Interrupted:
             return job.exit_code()
@@ -224,6 +222,10 @@ class Ends:
         ranks_first = sorted(counted, key=lambda failure: failure.process not in self.ranks)
         code = (self._cause() or ranks_first[0]).exit_code
         return code if code >= 0 else 128 - code
+
+
+#: The guard ends at once, except on a machine that is slow to run it.
+_GUARD_SECONDS = 10.0
 
 
 class Job:
@@ -408,7 +410,11 @@ class Job:
         for process in self._processes.values():
             process.wait()
         self._tell_guard("done")
-        self._guard.wait()
+        try:
+            self._guard.wait(_GUARD_SECONDS)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._guard.kill()
+            self._guard.wait()
         assert self._guard.stdin is not None
         with suppress(BrokenPipeError):
             self._guard.stdin.close()
@@ -446,6 +452,10 @@ def _exit_by(number: int, frame: FrameType | None) -> NoReturn:
 
 class Interrupted(Exception):
     """A signal came while processes were being started."""
+
+
+def none_joined(ranks: int) -> str:
+    return f"no rank joined the job, so nothing was averaged: each of {ranks} processes ran alone. {NOTHING_MADE}"
 
 
 def variables_of(rank: int, ranks: int, local_rank: int, local_ranks: int) -> dict[str, str]:

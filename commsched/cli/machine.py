@@ -8,11 +8,13 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any, Protocol
 
 from ..control.elastic_messages import (
@@ -26,17 +28,23 @@ from ..control.elastic_messages import (
     MemberSaid,
     MemberStopped,
     NotStarted,
+    Refused,
     Started,
     StartMember,
     Tell,
     to_line,
 )
-from ..control.generations import GiveUp
 from ..control.witness import is_stopped
 from ..core.errors import CommschedError
 from ..session.membership import ELASTIC, short_path
 from . import standby
 from .launch import Interrupted, Job, ProcessEvent, kill_group, tell_user, variables_of
+
+_HAS_ITS_PLACE = "another process of this rank has its place in the elastic job; commsched.init() is for that one alone"
+#: A process that connects asks at once.
+_ASK_SECONDS = 5.0
+#: After a process could not be started, the next one is not started earlier: the system may be short of processes for a moment.
+_PAUSE_SECONDS = 1.0
 
 
 class Machine(Protocol):
@@ -66,6 +74,14 @@ class ServerEnded:
 
     why: str
     generation: int
+
+
+def _refuse(connection: socket.socket) -> None:
+    """Refuse a place to a process that has got the variables of a rank, such as a child of it, when it has asked."""
+    with connection, suppress(OSError), connection.makefile("rb") as file:
+        connection.settimeout(_ASK_SECONDS)
+        file.readline()
+        connection.sendall(to_line(Refused(_HAS_ITS_PLACE)))
 
 
 class LocalMachine(Job):
@@ -102,6 +118,7 @@ class LocalMachine(Job):
         self._connections: dict[int, socket.socket] = {}  # by member
         self._listening: dict[int, socket.socket] = {}  # by member
         self._has_started = False  # a rank was started here
+        self._is_to_end = False  # by a signal to another launcher
         self._servers: dict[int, int] = {}  # by pid, the generation; those of the last one
         self._keeps_standby = standby
         self._standby: tuple[int, int] | None = None  # the pid of a process that waits to be a rank, and a pipe to it
@@ -133,7 +150,9 @@ class LocalMachine(Job):
             case EndAll(number):
                 if number:
                     self._signal(number)
-                self._end_soon(number)
+                # The launcher that sends it sends one for each signal that it gets.
+                self._end_soon(0 if self._is_to_end else number)
+                self._is_to_end = self._is_to_end or number > 0
 
     def reported(self, event: Any) -> MachineReport | Signalled | ServerEnded | None:
         """The report that ``event`` stands for, if any. Call it for all that ``events`` yields, in the thread that calls
@@ -212,8 +231,7 @@ class LocalMachine(Job):
             with self._starting:
                 pid = self._standby_as(own)
                 if pid is None:
-                    pid = self._start(f"rank {rank}", self._command, {**self._environ, **own}).pid
-                    self._watch_in_thread(pid)
+                    pid = self._start_watched(f"rank {rank}", self._command, {**self._environ, **own})
                 self._members[pid], self._pids[member] = member, pid
                 self.events.put(Started(member, pid))
         except Interrupted:
@@ -224,6 +242,7 @@ class LocalMachine(Job):
             if not self._has_started:
                 raise
             tell_user(f"rank {rank}: {error}")
+            time.sleep(_PAUSE_SECONDS)
             self.events.put(Ended(member, 1, (), False))  # as if the rank had failed: a restart, or one rank fewer
         else:
             self._has_started = True
@@ -238,7 +257,7 @@ class LocalMachine(Job):
         python, *script = self._command
         try:
             command = [python, standby.__file__, str(reading), *script]
-            pid = self._start("the process on standby", command, self._environ, pass_fds=[reading]).pid
+            pid = self._start_watched("the process on standby", command, self._environ, pass_fds=[reading])
         except Interrupted:
             os.close(writing)
             return
@@ -250,7 +269,6 @@ class LocalMachine(Job):
         finally:
             os.close(reading)
         self._standby = pid, writing
-        self._watch_in_thread(pid)
 
     def _standby_as(self, environ: Mapping[str, str]) -> int | None:
         """Let the process on standby run, with ``environ``, and return its pid. None: there is none."""
@@ -270,6 +288,20 @@ class LocalMachine(Job):
         os.close(self._standby[1])
         self._standby = None
 
+    def _start_watched(
+        self, name: str, command: Sequence[str], environ: Mapping[str, str], pass_fds: Sequence[int] = ()
+    ) -> int:
+        """Start a process whose end is reported, and return its pid. Raises RuntimeError, and leaves no process, if the system
+        gives no thread for that."""
+        pid = self._start(name, command, environ, pass_fds=pass_fds).pid
+        try:
+            self._watch_in_thread(pid)
+        except RuntimeError:
+            self._alive.discard(pid)
+            self._reap(pid)
+            raise
+        return pid
+
     def _watch_in_thread(self, pid: int) -> None:
         threading.Thread(target=self._watch, args=(pid,), name=f"commsched-watch-{pid}", daemon=True).start()
 
@@ -282,12 +314,15 @@ class LocalMachine(Job):
                 return  # the process has ended
             before = self._connections.get(member)
             if before is not None and before.fileno() >= 0:
-                with connection, suppress(OSError):
-                    connection.sendall(to_line(GiveUp("another process of this rank has joined the job")))
+                _refuse(connection)
                 continue
             self._connections[member] = connection
-            said_by = f"commsched-member-{member}-says"
-            threading.Thread(target=self._hear, args=(member, connection), name=said_by, daemon=True).start()
+            name = f"commsched-member-{member}-says"
+            try:
+                threading.Thread(target=self._hear, args=(member, connection), name=name, daemon=True).start()
+            except RuntimeError as error:  # the system gives no further thread; the process finds the connection broken
+                tell_user(f"a rank cannot be heard: {error}")
+                connection.close()
 
     def _hear(self, member: int, connection: socket.socket) -> None:
         with connection, suppress(OSError, UnicodeDecodeError), connection.makefile("rb") as file:
@@ -304,6 +339,6 @@ class LocalMachine(Job):
             return ()
         return tuple(line.split()[0] for line in lines if line)
 
-    def _pass_on(self, *signalled: Any) -> None:
-        super()._pass_on(*signalled)
-        self.events.put(Signalled(self._interrupted))
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        super()._pass_on(number, frame)
+        self.events.put(Signalled(number))

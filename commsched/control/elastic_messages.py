@@ -61,7 +61,14 @@ class RankEnded:
     rank: int | None = None
 
 
-Answer = Place | Finish | GiveUp | Summoned | Listens | RankEnded
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The process that asked is not the one that has the rank's place."""
+
+    why: str
+
+
+Answer = Place | Finish | GiveUp | Refused | Summoned | Listens | RankEnded
 
 
 # --- between launchers ---
@@ -197,7 +204,7 @@ MachineOrder = StartMember | KillMember | KeepReady | Examine | Tell | EndAll
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(Asked, Place, Finish, GiveUp, Summoned, Listens, RankEnded),
+        *(Asked, Place, Finish, GiveUp, Refused, Summoned, Listens, RankEnded),
         *(LauncherHello, HostAnswer, Alive, MemberSaid, Ended, MemberStopped, Started, NotStarted, Closes),
         *(StartMember, KillMember, KeepReady, Examine, Tell, EndAll, Over),
     )

@@ -35,5 +35,6 @@ RAISE_SECONDS = 3.0
 LAUNCHER_SECONDS = 5.0
 
 #: A launcher that gets SIGTERM passes it on and gives the processes this long: they may make the step in hand to its end, and
-#: save a checkpoint. torchrun and Kubernetes give as much. After a second signal they have ``LAUNCHER_SECONDS``.
-SIGTERM_SECONDS = 30.0
+#: save a checkpoint. It is less than the 30 s after which Kubernetes and Slurm kill the launcher, too. After a second signal
+#: they have ``LAUNCHER_SECONDS``.
+SIGTERM_SECONDS = 25.0

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from ..control.elastic_messages import Answer, Finish, Listens, Place, RankEnded, Summoned, from_line, to_line
+from ..control.elastic_messages import Answer, Finish, Listens, Place, RankEnded, Refused, Summoned, from_line, to_line
 from ..control.generations import Asked, GiveUp
 from ..control.rendezvous import Endpoint, bracketed, read_token
 from ..core.errors import ConfigError, PeerLost, PeerTimeout, TransportError
@@ -143,6 +143,7 @@ class ElasticMember:
 
         Raises:
             PeerLost: the launcher has ended.
+            ConfigError: another process has the rank's place.
             TransportError: the job cannot go on.
         """
         answer = None
@@ -150,6 +151,8 @@ class ElasticMember:
             self._connection = self._connection or self._connect()
             self._connection.sendall(to_line(asked))
             answer = self._answers.get()
+        if isinstance(answer, Refused):
+            raise ConfigError(answer.why)
         if isinstance(answer, GiveUp):
             raise TransportError(f"the job cannot go on: {answer.why}")
         if isinstance(answer, Place | Finish):

@@ -234,7 +234,7 @@ class Session:
             for callback in self._register_callbacks if has_gradients else ():
                 callback(self.core.group_count, manifest)
         except BaseException:
-            self.core.cancel_reservation()
+            self._core.cancel_reservation()
             raise
         group = self._add_group(plan, buffers, collective, device, may_freeze)
         if has_gradients:  # not earlier: another thread may ask for statistics at any time
@@ -275,7 +275,7 @@ class Session:
             require_equal([first if each["manifest"] == ours else Manifest.from_record(each["manifest"]) for each in records])
             return self.core.cut(manifest, replace(config, **records[0]["sizes"])), records[0]["collective"]
         except BaseException:
-            self.core.cancel_reservation()
+            self._core.cancel_reservation()
             raise
 
     def _add_group(
@@ -363,7 +363,7 @@ class Session:
     def _run_once(self, plan: Plan, data: Buffer, collective: str, device: Device | None) -> None:
         """Sum or average ``data``, the one tensor of ``plan``."""
         if len(data) == 0:
-            self.core.cancel_reservation()
+            self._core.cancel_reservation()
             return
         group = self._add_group(plan, {plan.manifest.tensors[0].dtype: data}, collective, device)
         group.begin_step()

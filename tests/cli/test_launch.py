@@ -124,11 +124,11 @@ def test_ranks_have_time_after_sigterm_to_end_by_themselves(
     timers = _Timers()
     monkeypatch.setattr("commsched.cli.launch.threading.Timer", timers)
     job._pass_on(signal.SIGTERM, None)
-    assert timers.due == {signal.SIGTERM: 30.0, signal.SIGKILL: 32.0}
+    assert timers.due == {signal.SIGTERM: 25.0, signal.SIGKILL: 27.0}
     for event in (ProcessEvent(11, -signal.SIGTERM), ProcessEvent(10, 1), ProcessEvent(12, 0)):
         job._events.put(event)
     job.wait()
-    assert timers.due == {signal.SIGTERM: 30.0, signal.SIGKILL: 32.0}
+    assert timers.due == {signal.SIGTERM: 25.0, signal.SIGKILL: 27.0}
     job._pass_on(signal.SIGTERM, None)
     assert timers.due == {signal.SIGTERM: 5.0, signal.SIGKILL: 7.0}
 
@@ -164,6 +164,15 @@ def test_processes_start_also_when_the_guard_was_killed(tmp_path: Path) -> None:
         assert job.wait() == 0
     finally:
         job.kill()
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_job_ends_also_when_the_guard_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_GUARD_SECONDS", 0.1)
+    job = Job(str(tmp_path), tmp_path / "told")
+    os.kill(job._guard.pid, signal.SIGSTOP)
+    job.kill()
+    assert job._guard.returncode == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("handlers")

@@ -16,19 +16,20 @@ from typing import Any
 
 import pytest
 
-from commsched.cli.machine import LocalMachine, ServerEnded, Signalled
+from commsched.cli.machine import _HAS_ITS_PLACE, LocalMachine, ServerEnded, Signalled
 from commsched.control.elastic_messages import (
+    EndAll,
     Ended,
     KeepReady,
     KillMember,
     MemberSaid,
     NotStarted,
+    Refused,
     Started,
     StartMember,
     Tell,
     from_line,
 )
-from commsched.control.generations import GiveUp
 from commsched.core.errors import TransportError
 
 SCRIPT = """
@@ -55,8 +56,20 @@ first.connect(os.environ["COMMSCHED_ELASTIC"])
 first.sendall(b"hello\\n")
 first.recv(1)
 second.connect(os.environ["COMMSCHED_ELASTIC"])
+second.sendall(b'{"kind": "Asked"}\\n')
 answer = second.makefile("rb").read()
 first.sendall(answer)
+"""
+
+HAS_A_CHILD = """
+import os, socket, subprocess, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(os.environ["COMMSCHED_ELASTIC"])
+connection.sendall(b"hello\\n")
+child = [sys.executable, "-c", "import commsched; commsched.init()"]
+ended = subprocess.run(child, stderr=subprocess.PIPE, timeout=60)
+connection.sendall(ended.stderr.splitlines()[-1] + b"\\n")
+sys.exit(3)
 """
 
 
@@ -204,6 +217,18 @@ def test_an_order_after_a_signal_starts_nothing(machine: LocalMachine) -> None:
     assert next_report(machine) == NotStarted(0)
 
 
+def test_a_second_signal_shortens_the_time_on_all_machines(machine: LocalMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    grace: list[int] = []
+    monkeypatch.setattr(machine, "_end_soon", lambda number=0: grace.append(number))
+    machine.do(EndAll(signal.SIGTERM))
+    machine.do(EndAll(signal.SIGINT))
+    assert grace == [signal.SIGTERM, 0]
+    machine._pass_on(signal.SIGTERM, None)
+    machine._pass_on(signal.SIGINT, None)
+    assert grace[2:] == [signal.SIGTERM, 0]
+    assert [next_report(machine), next_report(machine)] == [Signalled(signal.SIGTERM), Signalled(signal.SIGINT)]
+
+
 def test_orders_for_a_process_that_is_not_there(machine: LocalMachine) -> None:
     machine.do(KillMember(9))
     assert machine.is_empty
@@ -217,23 +242,57 @@ def test_a_child_of_a_rank_that_asks_for_a_place_of_its_own_is_refused(machine: 
     machine.do(Tell(0, "!"))
     said = next_report(machine)
     assert isinstance(said, MemberSaid)
-    assert from_line(said.line) == GiveUp("another process of this rank has joined the job")
+    assert from_line(said.line) == Refused(_HAS_ITS_PLACE)
     assert next_report(machine) == Ended(0, 0)
 
 
-@pytest.mark.parametrize("of", ["the process", "its thread"])
+def test_what_such_a_child_ends_with_is_no_consequence_of_another_rank(machine: LocalMachine, tmp_path: Path) -> None:
+    """Else the rank would be started again and again if it fails since its child does."""
+    (tmp_path / "train.py").write_text(HAS_A_CHILD)
+    machine.do(StartMember(0, 3, 1))
+    assert isinstance(next_report(machine), Started)
+    assert next_report(machine) == MemberSaid(0, "hello\n")
+    assert next_report(machine) == MemberSaid(0, f"commsched.core.errors.ConfigError: {_HAS_ITS_PLACE}\n")
+    assert next_report(machine) == Ended(0, 3)
+
+
+def test_a_process_that_nobody_can_hear_finds_its_connection_broken(
+    machine: LocalMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(CONNECTS_TWICE)
+    no_thread(monkeypatch, "-says")
+    machine.do(StartMember(0, 3, 1))
+    assert isinstance(next_report(machine), Started)
+    assert isinstance(next_report(machine), Ended)
+
+
+def no_thread(patch: pytest.MonkeyPatch, name: str) -> None:
+    """The system gives no further thread of this name."""
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if name in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", fails)
+
+
+@pytest.mark.parametrize("of", ["the process", "commsched-member-", "commsched-watch-"])
 def test_a_replacement_that_cannot_be_started_is_a_lost_rank(
     machine: LocalMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], of: str
 ) -> None:
     machine.do(StartMember(0, 3, 1))
     assert isinstance(next_report(machine), Started)
     assert next_report(machine) == Ended(0, 3)
+    monkeypatch.setattr("commsched.cli.machine._PAUSE_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         if of == "the process":
             patch.setattr(subprocess, "Popen", fails_to_fork)
         else:
-            patch.setattr(threading.Thread, "start", lambda thread: _raise(RuntimeError("can't start new thread")))
+            no_thread(patch, of)
         machine.do(StartMember(1, 3, 1))
+    assert machine.is_empty
     assert next_report(machine) == Ended(1, 1)
     why = "Resource temporarily unavailable" if of == "the process" else "can't start new thread"
     assert why in capfd.readouterr().err
@@ -243,25 +302,26 @@ def test_a_replacement_that_cannot_be_started_is_a_lost_rank(
     assert next_report(machine) == Ended(2, 3)
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def test_a_first_rank_that_cannot_be_started_ends_the_job(machine: LocalMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", fails_to_fork)
     with pytest.raises(TransportError, match="cannot be started: Resource temporarily unavailable"):
         machine.do(StartMember(0, 3, 1))
 
 
+@pytest.mark.parametrize("of", ["the process", "commsched-watch-"])
 def test_a_job_goes_on_without_a_process_on_standby(
-    machine: LocalMachine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    machine: LocalMachine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], of: str
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", fails_to_fork)
+        if of == "the process":
+            patch.setattr(subprocess, "Popen", fails_to_fork)
+        else:
+            no_thread(patch, of)
         machine.do(KeepReady())
         machine.do(KeepReady())
-    assert capfd.readouterr().err.count("there is no process on standby any more: command") == 1
+    assert machine.is_empty
+    assert capfd.readouterr().err.count("there is no process on standby any more: ") == 1
     assert len(os.listdir("/proc/self/fd")) == before
     machine.do(StartMember(0, 3, 1))
     assert isinstance(next_report(machine), Started)

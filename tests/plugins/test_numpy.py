@@ -385,6 +385,24 @@ def test_a_second_optimizer_that_is_refused_leaves_the_first_as_it_is(differs: s
             np.testing.assert_allclose(weights[name], values, rtol=1e-9, err_msg=name)
 
 
+def test_a_parameter_that_becomes_another_array_is_named() -> None:
+    """Nobody would notice if ranks give it different values."""
+
+    def run(session: Session) -> None:
+        network = make_network(np.random.default_rng(0))
+        optimizer = ScheduledOptimizer(SGD(network, 0.1), session)
+        train(network, optimizer, [make_batch(session.rank, 0, 3)])
+        optimizer.synchronize()
+        layer = network.layers[2]
+        layer.parameters["bias"] = layer.parameters["bias"] + session.rank
+        with pytest.raises(UnsupportedError, match=r"^parameter '2.bias' was replaced by another array, which is not compared"):
+            train(network, optimizer, [make_batch(session.rank, 1, 3)])
+        session.gather("both have seen it")
+        session.abort("refused")
+
+    on_ranks(2, run)
+
+
 @pytest.mark.parametrize("shares", ["an array", "a view of it"])
 def test_layers_that_share_memory_are_refused(shares: str) -> None:
     """Forward would read the weight of one layer when the update of the other was made, or before."""

@@ -70,13 +70,15 @@ def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str
 
 def require_same_owner(session: commsched.Session, number: int | None, what: str, kind: str) -> None:
     """Require that a new ``kind``, such as a trainer, takes its parameters from the same earlier one on all ranks, or from none
-    (``number`` is None). Collective. Raises ConfigError, before anything has changed."""
+    (``number`` is None). Collective, but a rank that trains on does not come here: where that is possible, the earlier one must
+    have told it before. Raises ConfigError, before anything has changed, and ManifestMismatch, see :func:`gather_alike`."""
+    advice = "make it on all ranks, at the same place in the script"
 
     def owner(its: int | None) -> str:
         return "no other one" if its is None else f"an earlier {kind}"
 
     require_same(
-        session.gather(number),
+        gather_alike(session, f"makes a {kind}", number, advice),
         lambda different: f"{what} to {different.text(owner)}; make another one of the same on all ranks, or detach that one",
         ConfigError,
     )

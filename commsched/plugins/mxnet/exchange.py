@@ -31,7 +31,8 @@ _exchanges: WeakValueDictionary[int, GradientExchange] = WeakValueDictionary()
 
 class GradientExchange(RoundExchange):
     """Exchanges the gradients of one trainer. Call it from the training thread only, :meth:`take_over` first. Making one is
-    collective.
+    collective. It raises ConfigError and ManifestMismatch, see :func:`require_same_owner`, and RanksDiverged if other ranks
+    train on with an earlier trainer of the same parameters.
 
     The flat buffers are made in the first round. By then all shapes are known, and backward has shown the order of the layers.
     """
@@ -48,9 +49,13 @@ class GradientExchange(RoundExchange):
             names.add(parameter.name)
         self._replaced = False
         self._number, _ = number_in(session, "trainer")
-        self._earlier = self._find_earlier()
-        number = None if self._earlier is None else self._earlier._number
+        earlier = self._earlier = self._find_earlier()
+        if earlier is not None:
+            earlier.offer_end()  # a rank that trains on with it finds that, and does not wait for this one
+        number = None if earlier is None else earlier._number
         require_same_owner(session, number, "the trainer's parameters belong", "ScheduledTrainer")
+        if earlier is not None:
+            earlier.require_end()  # it may go on, if this one is refused, since that is so on all ranks
 
     def _find_earlier(self) -> GradientExchange | None:
         """An earlier trainer of exactly these parameters, such as one from an earlier run of a notebook's cell."""
@@ -62,11 +67,10 @@ class GradientExchange(RoundExchange):
         return next(iter(owned.values()), None)
 
     def take_over(self) -> None:
-        """Begin, and end the earlier trainer of the same parameters, if there is one. Collective. Raises RanksDiverged if other
-        ranks continue with the earlier trainer."""
+        """Begin, and release the earlier trainer of the same parameters, if there is one, which has ended on all ranks."""
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
-            earlier.detach()
+            earlier._release()
             earlier._replaced = True
         for parameter in self._parameters:
             _exchanges[id(parameter)] = self
@@ -148,12 +152,12 @@ class GradientExchange(RoundExchange):
         if not self._session.closed:
             self.offer_end()
             self.require_end()
-            if self._rounds is not None:
-                self._rounds.release()
-        self.release_parameters()
+        self._release()
 
-    def release_parameters(self) -> None:
-        """Release the parameters. No average may be outstanding."""
+    def _release(self) -> None:
+        """Release the buffers and the parameters. No average may be outstanding."""
+        if self._rounds is not None and not self._session.closed:
+            self._rounds.release()
         self.leave_session()
         for parameter in self._parameters:
             if _exchanges.get(id(parameter)) is self:

@@ -115,14 +115,17 @@ def _require_floats(name: str, dtype: Any) -> None:
 TRAINER_ADVICE = "load or set values after the trainer was made on all ranks, and run the first forward on all ranks"
 
 
+def require_same_parameters(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
+    """Require equal names, shapes and types on all ranks. Collective. Raises ManifestMismatch if they differ."""
+    records = session.gather([_describe(parameter) for parameter in parameters])
+    require_same(records, lambda different: f"the trainer has {different.text(_text)}")
+
+
 def begin_from_rank_0(session: commsched.Session, parameters: Sequence[mx.gluon.Parameter]) -> None:
     """Replace the values of ``parameters``, trained or not, by the values of rank 0. Collective.
 
-    A parameter whose shape is unknown until the first forward is replaced in that forward, which is then collective too. Raises
-    ManifestMismatch if the ranks' parameters differ.
+    A parameter whose shape is unknown until the first forward is replaced in that forward, which is then collective too.
     """
-    records = session.gather([_describe(parameter) for parameter in parameters])
-    require_same(records, lambda different: f"the trainer has {different.text(_text)}")
     there = [parameter for parameter in parameters if _is_there(parameter)]
     _broadcast(session, "initial parameters", [parameter.data() for parameter in there])
     for parameter in parameters:

@@ -32,10 +32,10 @@ class Rounds:
         self.weights = ComparedWeights(session, what, names, nbytes)
 
     def settle(self) -> None:
-        """Wait for the averages of the last round, and require that all ranks did the same up to it. Raises as
-        ``QueuedGroup.settle`` and ``Agreement.require``."""
+        """Require that all ranks did the same up to the last round, and wait for its averages. Raises as ``Agreement.require``
+        and ``QueuedGroup.settle``."""
+        self.agreement.require()  # first: a rank that has ended instead of beginning that round sends no gradients
         self.queued.settle()
-        self.agreement.require()
         self.weights.compare()
 
     def release(self) -> None:

@@ -11,7 +11,7 @@ import commsched
 
 from .agreement import describe_optimizer, digest_states, numbers_of, prepare_optimizer
 from .exchange import GradientExchange
-from .parameters import begin_from_rank_0, require_averageable
+from .parameters import begin_from_rank_0, require_averageable, require_same_parameters
 
 
 class ScheduledTrainer(mx.gluon.Trainer):  # type: ignore[misc]
@@ -66,9 +66,10 @@ class ScheduledTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             if parameter.grad_req != "null":
                 require_averageable(parameter)
         exchange = GradientExchange(session, parameters)
-        begin_from_rank_0(session, parameters)
+        require_same_parameters(session, parameters)
         exchange.take_over()
         self._exchange = exchange
+        begin_from_rank_0(session, parameters)
 
     def allreduce_grads(self) -> None:
         """Queue the averages of the gradients, for example to clip them before ``update``.

@@ -109,13 +109,20 @@ class ScheduledOptimizer:
         Returns at once, unless no forward has run since the last ``step``: then it makes the outstanding updates first.
 
         Raises:
-            UnsupportedError: another ScheduledOptimizer was made for the same network, or this one after backward.
+            UnsupportedError: another ScheduledOptimizer was made for the same network, or this one after backward. Or a
+                parameter was replaced by another array.
             RuntimeError: the last backward was broken off.
             CommschedError: the session failed.
         """
         if self._is_replaced:
             raise UnsupportedError("another ScheduledOptimizer was made for the same network: use that one")
         self._require_whole_backward()
+        for spec, (index, name), parameter in zip(self._group.manifest.tensors, self._slots(), self._parameters):
+            if self._network.layers[index].parameters[name] is not parameter:
+                raise UnsupportedError(
+                    f"parameter '{spec.name}' was replaced by another array, which is not compared between ranks: write into "
+                    "the array instead, or make another ScheduledOptimizer"
+                )
         self.synchronize()  # does nothing if a forward has run since the last step
         if self._undo is not None:
             self._undo.committed()

@@ -150,12 +150,15 @@ class GradientExchange:
                 self._views[index][...] = 0
                 self._notify(index)
 
-    def meet(self, doing: str) -> None:
-        """Wait until all ranks are ``doing`` this, which is not a step. Call it only after :meth:`require_alike` of the last
-        step. Raises RanksDiverged if another rank has begun a step instead, in which it would wait for this rank for ever, and
-        CommschedError if the session failed or was closed."""
+    def offer_meeting(self, doing: str) -> None:
+        """Say that this rank is ``doing`` this, which is not a step. Call it only after :meth:`require_alike` of the last step,
+        and :meth:`require_meeting` before the next step."""
         # Updates of the last step may still be outstanding, so assignments are compared in the next step.
         self.flags.offer(self._agreement.numbers_of_meeting(doing), [0] * (len(self._paths) + 1))
+
+    def require_meeting(self) -> None:
+        """Wait until all ranks do what this rank has offered. Raises RanksDiverged if another rank has begun a step instead, in
+        which it would wait for this rank for ever, and CommschedError if the session failed or was closed."""
         self.flags.require_same()
 
     def submit(self, index: int, gradient: NDArray[Any]) -> None:

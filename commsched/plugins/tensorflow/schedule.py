@@ -67,7 +67,11 @@ class Schedule:
         self.why_all_at_once = why_all_at_once(kind, optimizer, per_parameter)
         if self.why_all_at_once is not None and session.rank == 0:
             log.info("%s: each step waits for all averages", self.why_all_at_once)
+        if earlier is not None:
+            earlier.offer_meeting("makes another ScheduledOptimizer")  # which a rank that trains on with it finds
         require_same_owner(session, number, "the optimizer's variables belong", "ScheduledOptimizer")
+        if earlier is not None:
+            earlier.require_meeting()  # it may go on, if this one is refused, since that is so on all ranks
         require_same_optimizer(session, kind, optimizer)
         self._require_same_variables()
         if earlier is not None:
@@ -260,9 +264,19 @@ class Schedule:
     def meet(self, doing: str) -> None:
         """Wait until all ranks are ``doing`` this instead of a step. No-op before the first step and after the end. Raises
         RanksDiverged if another rank has begun a step, or does something else, and CommschedError if the session failed."""
+        self.offer_meeting(doing)
+        self.require_meeting()
+
+    def offer_meeting(self, doing: str) -> None:
+        """Tell the other ranks what this rank is ``doing`` instead of a step, and do not wait for them. See :meth:`meet`."""
         if self._updater.exchange is not None and not self.ended:
             self._updater.wait_for_flags()
-            self._updater.exchange.meet(doing)
+            self._updater.exchange.offer_meeting(doing)
+
+    def require_meeting(self) -> None:
+        """Wait until all ranks do what :meth:`offer_meeting` has told. Raises as :meth:`meet`."""
+        if self._updater.exchange is not None and not self.ended:
+            self._updater.exchange.require_meeting()
 
     # --- the end ---
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,6 +123,12 @@ def find_overlap(named: Mapping[str, torch.Tensor], trained: set[int]) -> tuple[
 
     At least one of the two is in ``trained`` (ids). Adjacent views of one buffer do not share bytes.
     """
+    return next((pair for pair in overlaps(named) if {id(named[name]) for name in pair} & trained), None)
+
+
+def overlaps(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """The names of all tensors that may share bytes with one that begins before, or as early; the name of that one comes first.
+    The order is that of their addresses."""
     extents = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in named.items()
@@ -130,11 +136,10 @@ def find_overlap(named: Mapping[str, torch.Tensor], trained: set[int]) -> tuple[
     )
     reach, widest = 0, ""  # the end of the tensors so far, and the tensor that reaches there
     for start, end, name in extents:
-        if start < reach and named[name] is not named[widest] and {id(named[name]), id(named[widest])} & trained:
-            return widest, name
+        if start < reach and named[name] is not named[widest]:
+            yield widest, name
         if end > reach:
             reach, widest = end, name
-    return None
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:

@@ -14,6 +14,7 @@ import commsched
 from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...devices import open_device
+from .checks import overlaps
 from .compared import compared_keys
 from .guard import unguarded
 from .timing import no_use
@@ -43,7 +44,8 @@ def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.T
     """Broadcast the values that ``root`` has. Collective. Before anything is sent, it raises ManifestMismatch if ranks have
     other names, shapes or types, and UnsupportedError if a tensor is not dense or has no values."""
     with unguarded():  # nothing waits before all ranks have compared
-        described = [_described(name, tensor) for name, tensor in named.items()]
+        sharers = {name: sharer for sharer, name in overlaps(named)}
+        described = [_described(name, tensor, sharers.get(name)) for name, tensor in named.items()]
     records = session.gather(described)
     require_same(records, lambda different: f"the model has {different.text(_text)}")
     with no_use():
@@ -81,15 +83,15 @@ def _oddity(tensor: torch.Tensor) -> str | None:
     return None if tensor.layout is torch.strided else str(tensor.layout)
 
 
-def _described(name: str, tensor: torch.Tensor) -> list[Any]:
-    """Describe, as JSON, what all ranks must have in common: name, type, shape, the shape of :func:`distinct`, and its strides
-    if even those elements share memory."""
+def _described(name: str, tensor: torch.Tensor, sharer: str | None) -> list[Any]:
+    """Describe, as JSON, what all ranks must have in common: name, type, shape, the shape of :func:`distinct`, its strides if
+    even those elements share memory, and the name of another tensor that shares it."""
     if _oddity(tensor) is not None:
         shape = [] if tensor.is_nested else list(tensor.shape)
-        return [name, _kind(tensor), shape, shape, None]
+        return [name, _kind(tensor), shape, shape, None, None]
     elements = distinct(tensor)
     strides = list(elements.stride()) if _overlaps(elements) else None
-    return [name, _kind(tensor), list(tensor.shape), list(elements.shape), strides]
+    return [name, _kind(tensor), list(tensor.shape), list(elements.shape), strides, sharer]
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,9 +119,10 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 def _text(described: list[Any] | None) -> str:
     if described is None:
         return "nothing more"
-    name, kind, shape, of_distinct, strides = described
+    name, kind, shape, of_distinct, strides, sharer = described
     expanded = "" if shape == of_distinct else f" expanded from {of_distinct}"
-    return f"{name} {kind}{shape}{expanded}" + ("" if strides is None else f" of strides {strides}, which may share memory")
+    own = "" if strides is None else f" of strides {strides}, which may share memory"
+    return f"{name} {kind}{shape}{expanded}{own}" + ("" if sharer is None else f" in the memory of {sharer}")
 
 
 def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int | None = None) -> None:

@@ -673,13 +673,13 @@ class ScheduledOptimizer(Optimizer):
             try:
                 require_same_group(self._session, self.optimizer, first)
                 slots = _make_slots(self.optimizer.param_groups[first:], self._model, first)
-                self._look_for_shared_memory([*exchange.places.all, *slots])
-                self._look_for_repeated_parameters()
                 exchange.add(slots)
             except BaseException:  # whoever goes on trains without the group, whose gradients would not be averaged
                 del self.optimizer.param_groups[first:]
                 raise
             self._note_parameters()
+            self._look_for_shared_memory(exchange.places.all)
+            self._look_for_repeated_parameters()
             self._compared |= compared_keys(self.optimizer, self.optimizer.param_groups[first:])
             broadcast_parameters(self._session, {f"parameter '{slot.name}'": slot.parameter for slot in slots})
             self._make_comparison()

@@ -340,7 +340,7 @@ def test_a_second_trainer_for_the_same_parameters() -> None:
 
 
 @pytest.mark.parametrize("differs", ["parameters", "owner"])
-def test_a_second_trainer_that_is_refused_leaves_the_first_as_it_is(differs: str) -> None:
+def test_a_second_trainer_that_is_refused_may_leave_the_first_as_it_is(differs: str) -> None:
     def train(session: Session) -> Any:
         net = mlp()
         first = trained(session, net)
@@ -354,6 +354,10 @@ def test_a_second_trainer_that_is_refused_leaves_the_first_as_it_is(differs: str
             parameters = parameters if session.rank == 0 else list(mlp().collect_params().values())
         with expected:
             ScheduledTrainer(parameters, *SGD, session=session)
+        if differs == "owner":  # the first has said on rank 0 that it ends
+            session.gather("both have seen it")
+            session.abort("refused")
+            return weights_of(plain)
         trained(session, net, trainer=first)
         return weights_of(net)
 
@@ -364,6 +368,17 @@ def test_a_second_trainer_that_is_refused_leaves_the_first_as_it_is(differs: str
     for weights in on_ranks(train):
         for name, values in weights_of(plain).items():
             np.testing.assert_allclose(weights[name], values)
+
+
+def test_a_second_trainer_on_one_rank_while_others_train_on_with_the_first() -> None:
+    def train(session: Session) -> None:
+        net = mlp()
+        first = trained(session, net)
+        if session.rank == 0:
+            ScheduledTrainer(net.collect_params(), *SGD, session=session)
+        trained(session, net, steps=3, trainer=first)
+
+    both_raise(RanksDiverged, "rank 0 ended the training of .* after 1 steps, .* and rank 1 did not", train)
 
 
 @pytest.mark.parametrize("ignores", [False, True])

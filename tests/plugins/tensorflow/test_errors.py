@@ -20,7 +20,16 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from commsched import ClosedError, ConfigError, ManifestMismatch, PeerLost, Session, TransportError, UnsupportedError
+from commsched import (
+    ClosedError,
+    CommschedError,
+    ConfigError,
+    ManifestMismatch,
+    PeerLost,
+    Session,
+    TransportError,
+    UnsupportedError,
+)
 from commsched.plugins.tensorflow import ScheduledOptimizer
 from commsched.plugins.tensorflow.step import Step
 from commsched.session.local import local_sessions
@@ -215,22 +224,50 @@ def test_a_second_optimizer_that_is_refused_leaves_the_first_as_it_is(differs: s
     def body(session: Session) -> Any:
         model, mine = models[session.rank], share(session, INPUTS, TARGETS)
         first = ScheduledOptimizer(sgd(), model, session=session)
-        if differs == "owner":
+        if differs == "owner":  # the first has made no step, and so has told nobody of its end
             other = others[session.rank] if session.rank else model
             said = "the optimizer's variables belong to an earlier ScheduledOptimizer on rank 0 but no other one on rank 1"
             with pytest.raises(ConfigError, match=said):
                 ScheduledOptimizer(sgd(), other, session=session)
         else:
+            train(model, first, *mine, "eager")
             second = keras.optimizers.SGD(0.1, momentum=0.5 + 0.1 * session.rank)
             with pytest.raises(ManifestMismatch, match="the optimizer's 'momentum' is"):
                 ScheduledOptimizer(second, model, session=session)
         return train(model, first, *mine, "eager")
 
     plain = made(mlp, 0)
-    expected = train(plain, sgd(), INPUTS, TARGETS, "eager")
+    for _ in range(1 if differs == "owner" else 2):
+        expected = train(plain, sgd(), INPUTS, TARGETS, "eager")
     for weights in on_ranks(body):
         for mine, values in zip(weights, expected):
             np.testing.assert_allclose(mine, values)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_second_optimizer_on_one_rank_while_others_train_on_with_the_first(steps: int) -> None:
+    """Nobody waits for ever. Either rank may be the first to find it."""
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> str:
+        model = models[session.rank]
+        first = ScheduledOptimizer(sgd(), model, session=session)
+        for _ in range(steps):
+            first.apply(gradients_of(model))
+
+        def go_on() -> None:
+            if session.rank == 0:
+                ScheduledOptimizer(sgd(), model, session=session)
+            for _ in range(3):
+                first.apply(gradients_of(model))
+
+        with pytest.raises((CommschedError, tf.errors.OpError)) as raised:
+            go_on()
+        session.abort(str(raised.value))
+        return str(raised.value)
+
+    said = on_ranks(body)
+    assert all("what comes now" in each or "makes a ScheduledOptimizer" in each for each in said), said
 
 
 def test_a_model_that_was_detached_is_let_go_of() -> None:

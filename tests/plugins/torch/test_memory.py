@@ -100,6 +100,31 @@ def test_a_buffer_whose_elements_share_memory_on_one_rank_only_is_named(make: An
         run(loop, model=lambda: nn.Linear(1, 1))
 
 
+def test_a_buffer_that_shares_memory_with_another_on_one_rank_only_is_named() -> None:
+    """What is broadcast to one of them would change the other."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        module, base = nn.Linear(2, 2), torch.zeros(6)
+        module.register_buffer("first", base[:4] if data.ranks[0] else torch.arange(4.0))
+        module.register_buffer("second", base[2:] if data.ranks[0] else torch.arange(4.0))
+        data.scheduled(sgd(module), module)
+
+    named = r"buffer 'second' torch.float32\[4\]"
+    with pytest.raises(commsched.ManifestMismatch, match=rf"{named} on rank 0 but {named} in the memory of buffer 'first' on"):
+        run(loop, model=lambda: nn.Linear(1, 1))
+
+
+def test_buffers_that_share_memory_on_all_ranks_are_broadcast() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        module, base = nn.Linear(2, 2), torch.arange(6.0) + data.ranks[0]
+        module.register_buffer("first", base[:4])
+        module.register_buffer("second", base[2:])
+        data.scheduled(sgd(module), module)
+        return base.tolist()
+
+    assert run(loop, model=lambda: nn.Linear(1, 1)) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2
+
+
 @pytest.mark.parametrize("make", [torch.conj, torch._neg_view], ids=["conjugate", "negative"])
 def test_a_parameter_that_is_such_a_view_is_trained(make: Any) -> None:
     def train(wrap: Any) -> torch.Tensor:
