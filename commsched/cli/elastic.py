@@ -87,9 +87,10 @@ def run_elastic(
         if among is not None and listening is not None:
             desk = links.Desk(listening, among, machine.events)
             stack.callback(desk.close)
+        disabled = parse_switch(environ.get("COMMSCHED_DISABLE", ""))
         job = _ElasticJob(machine, ranks, servers, elasticity)
         code = job.run()
-        if code == 0 and ranks > 1 and not job.has_begun and not parse_switch(environ.get("COMMSCHED_DISABLE", "")):
+        if code == 0 and ranks > 1 and not job.has_begun and not disabled:
             tell_user(none_joined(ranks))
         return code
 

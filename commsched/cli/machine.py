@@ -35,7 +35,7 @@ from ..control.elastic_messages import (
     to_line,
 )
 from ..control.witness import is_stopped
-from ..core.errors import CommschedError
+from ..core.errors import CommschedError, TransportError
 from ..session.membership import ELASTIC, short_path
 from . import standby
 from .launch import Interrupted, Job, ProcessEvent, kill_group, tell_user, variables_of
@@ -186,8 +186,11 @@ class LocalMachine(Job):
         before = set(self._processes)
         addresses = self.start_servers(count, self._environ)
         self._servers = dict.fromkeys(set(self._processes) - before, generation)
-        for pid in self._servers:
-            self._watch_in_thread(pid)
+        try:
+            for pid in self._servers:
+                self._watch_in_thread(pid)
+        except RuntimeError as error:  # the system gives no further thread
+            raise TransportError(f"the end of a server could not be noticed: {error}") from error
         return addresses
 
     def close(self) -> None:
@@ -320,9 +323,11 @@ class LocalMachine(Job):
             name = f"commsched-member-{member}-says"
             try:
                 threading.Thread(target=self._hear, args=(member, connection), name=name, daemon=True).start()
-            except RuntimeError as error:  # the system gives no further thread; the process finds the connection broken
-                tell_user(f"a rank cannot be heard: {error}")
-                connection.close()
+            except RuntimeError as error:  # the system gives no further thread
+                tell_user(f"a rank cannot be heard, and is killed: {error}")
+                with self._starting, connection:
+                    if member in self._pids:
+                        kill_group(self._pids[member], signal.SIGKILL)
 
     def _hear(self, member: int, connection: socket.socket) -> None:
         with connection, suppress(OSError, UnicodeDecodeError), connection.makefile("rb") as file:

@@ -3,6 +3,7 @@ of them as arrays of an engine."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import commsched
 
 from ...core.comparison import require_same
 from ...core.device import Device
-from ...core.errors import ConfigError, ManifestMismatch
+from ...core.errors import CommschedError, ConfigError, ManifestMismatch
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest
 from ...devices import open_device
@@ -68,20 +69,43 @@ def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str
     return values
 
 
-def require_same_owner(session: commsched.Session, number: int | None, what: str, kind: str) -> None:
+def require_same_owner(
+    session: commsched.Session, number: int | None, what: str, kind: str, require_end: Callable[[], None] = lambda: None
+) -> None:
     """Require that a new ``kind``, such as a trainer, takes its parameters from the same earlier one on all ranks, or from none
-    (``number`` is None). Collective, but a rank that trains on does not come here: where that is possible, the earlier one must
-    have told it before. Raises ConfigError, before anything has changed, and ManifestMismatch, see :func:`gather_alike`."""
-    advice = "make it on all ranks, at the same place in the script"
+    (``number`` is None). Collective.
+
+    Ranks that train on with the earlier one do not come here. ``require_end`` waits until all ranks have ended with it, which
+    this rank has told them, and raises what is wrong. It runs in a thread beside the gather, in which nothing could end then.
+
+    Raises:
+        ConfigError: ranks take the parameters from different ones. If the earlier one has made a step, it cannot go on.
+        ManifestMismatch: see :func:`gather_alike`.
+        CommschedError: from ``require_end``.
+    """
+    failures: list[CommschedError] = []
+
+    def wait() -> None:
+        try:
+            require_end()
+        except CommschedError as error:
+            failures.append(error)
+            session.report(error)
 
     def owner(its: int | None) -> str:
         return "no other one" if its is None else f"an earlier {kind}"
 
+    thread = threading.Thread(target=wait, name="commsched-takes-over", daemon=True)
+    thread.start()
+    numbers = gather_alike(session, f"makes a {kind}", number, "make it on all ranks, at the same place in the script")
     require_same(
-        gather_alike(session, f"makes a {kind}", number, advice),
+        numbers,
         lambda different: f"{what} to {different.text(owner)}; make another one of the same on all ranks, or detach that one",
         ConfigError,
     )
+    thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _allocate(nbytes: int) -> tuple[Any, memoryview]:

@@ -29,6 +29,10 @@ from .timing import measure_order
 _exchanges: WeakValueDictionary[int, GradientExchange] = WeakValueDictionary()
 
 
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
 class GradientExchange(RoundExchange):
     """Exchanges the gradients of one trainer. Call it from the training thread only, :meth:`take_over` first. Making one is
     collective. It raises ConfigError and ManifestMismatch, see :func:`require_same_owner`, and RanksDiverged if other ranks
@@ -52,10 +56,9 @@ class GradientExchange(RoundExchange):
         earlier = self._earlier = self._find_earlier()
         if earlier is not None:
             earlier.offer_end()  # a rank that trains on with it finds that, and does not wait for this one
-        number = None if earlier is None else earlier._number
-        require_same_owner(session, number, "the trainer's parameters belong", "ScheduledTrainer")
-        if earlier is not None:
-            earlier.require_end()  # it may go on, if this one is refused, since that is so on all ranks
+        # If this one is refused for another reason, that is so on all ranks, and the earlier one may go on.
+        number, require_end = (None, _nothing) if earlier is None else (earlier._number, earlier.require_end)
+        require_same_owner(session, number, "the trainer's parameters belong", "ScheduledTrainer", require_end)
 
     def _find_earlier(self) -> GradientExchange | None:
         """An earlier trainer of exactly these parameters, such as one from an earlier run of a notebook's cell."""

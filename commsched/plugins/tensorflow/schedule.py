@@ -69,9 +69,9 @@ class Schedule:
             log.info("%s: each step waits for all averages", self.why_all_at_once)
         if earlier is not None:
             earlier.offer_meeting("makes another ScheduledOptimizer")  # which a rank that trains on with it finds
-        require_same_owner(session, number, "the optimizer's variables belong", "ScheduledOptimizer")
-        if earlier is not None:
-            earlier.require_meeting()  # it may go on, if this one is refused, since that is so on all ranks
+        # If this one is refused for another reason, that is so on all ranks, and the earlier one may go on.
+        require_end = _nothing if earlier is None else earlier.require_meeting
+        require_same_owner(session, number, "the optimizer's variables belong", "ScheduledOptimizer", require_end)
         require_same_optimizer(session, kind, optimizer)
         self._require_same_variables()
         if earlier is not None:
@@ -310,6 +310,10 @@ class Schedule:
         if self._updater.exchange is not None:
             self._updater.exchange.close(release_groups)
         self._updater.close()
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 def _of_the_model(name: str | None) -> str:

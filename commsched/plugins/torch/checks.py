@@ -118,6 +118,10 @@ def refuse_wrapping(ours: Container[int]) -> None:
     register_module_module_registration_hook(refuse)
 
 
+#: Tensors are compared byte by byte up to this many bytes.
+_MOST_COMPARED_BYTES = 64 * 2**20
+
+
 def find_overlap(named: Mapping[str, torch.Tensor], trained: set[int]) -> tuple[str, str] | None:
     """Return the names of two tensors that may share bytes, so that an update of one changes the other, or None.
 
@@ -140,6 +144,25 @@ def overlaps(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
             yield widest, name
         if end > reach:
             reach, widest = end, name
+
+
+def share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of :func:`overlaps` have a byte in common: columns of one matrix do not. Large ones are taken to."""
+    start = min(first.data_ptr(), second.data_ptr())
+    total = max(tensor.data_ptr() + _extent_bytes(tensor) for tensor in (first, second)) - start
+    if total > _MOST_COMPARED_BYTES:
+        return True
+    marks = torch.zeros(total, dtype=torch.bool)
+    views = [
+        marks.as_strided(
+            (*tensor.shape, tensor.element_size()),
+            (*(stride * tensor.element_size() for stride in tensor.stride()), 1),
+            tensor.data_ptr() - start,
+        )
+        for tensor in (first, second)
+    ]
+    views[1].fill_(True)
+    return bool(views[0].any())
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:

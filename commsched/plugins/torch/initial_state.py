@@ -14,7 +14,7 @@ import commsched
 from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...devices import open_device
-from .checks import overlaps
+from .checks import overlaps, share_bytes
 from .compared import compared_keys
 from .guard import unguarded
 from .timing import no_use
@@ -44,10 +44,11 @@ def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.T
     """Broadcast the values that ``root`` has. Collective. Before anything is sent, it raises ManifestMismatch if ranks have
     other names, shapes or types, and UnsupportedError if a tensor is not dense or has no values."""
     with unguarded():  # nothing waits before all ranks have compared
-        sharers = {name: sharer for sharer, name in overlaps(named)}
+        sharers = {name: sharer for sharer, name in overlaps(named) if share_bytes(named[sharer], named[name])}
         described = [_described(name, tensor, sharers.get(name)) for name, tensor in named.items()]
     records = session.gather(described)
-    require_same(records, lambda different: f"the model has {different.text(_text)}")
+    alike = [_with_sharing_of(records[root], record) for record in records]
+    require_same(alike, lambda different: f"the model has {different.text(_text)}")
     with no_use():
         tensors = {name: tensor.detach() for name, tensor in named.items()}
     for name, tensor in tensors.items():
@@ -92,6 +93,18 @@ def _described(name: str, tensor: torch.Tensor, sharer: str | None) -> list[Any]
     elements = distinct(tensor)
     strides = list(elements.stride()) if _overlaps(elements) else None
     return [name, _kind(tensor), list(tensor.shape), list(elements.shape), strides, sharer]
+
+
+def _with_sharing_of(root: list[list[Any]], record: list[list[Any]]) -> list[list[Any]]:
+    """``record``, with the root's sharing where this rank's elements have memory of their own: what the root has in one place
+    may be in several here, and not the other way round."""
+    if record is root or len(record) != len(root):
+        return record
+    sharing = 4  # where strides and sharer begin
+    return [
+        [*here[:sharing], *(theirs if its is None else its for its, theirs in zip(here[sharing:], there[sharing:]))]
+        for here, there in zip(record, root)
+    ]
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:

@@ -114,15 +114,33 @@ def test_a_buffer_that_shares_memory_with_another_on_one_rank_only_is_named() ->
         run(loop, model=lambda: nn.Linear(1, 1))
 
 
-def test_buffers_that_share_memory_on_all_ranks_are_broadcast() -> None:
-    def loop(data: Data, model: Any, optimizer: Any) -> Any:
-        module, base = nn.Linear(2, 2), torch.arange(6.0) + data.ranks[0]
-        module.register_buffer("first", base[:4])
-        module.register_buffer("second", base[2:])
-        data.scheduled(sgd(module), module)
-        return base.tolist()
+@pytest.mark.parametrize("where", ["on all ranks", "on rank 0"])
+def test_other_buffers_that_share_memory_are_broadcast(where: str) -> None:
+    """What rank 0 has in one place may be in several places of another rank, such as a new one of an elastic job."""
 
-    assert run(loop, model=lambda: nn.Linear(1, 1)) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        module, base = nn.Linear(2, 2), torch.arange(6.0) + 7 * data.ranks[0]
+        own = where == "on rank 0" and data.ranks[0]
+        module.register_buffer("first", base[:4].clone() if own else base[:4])
+        module.register_buffer("second", base[2:].clone() if own else base[2:])
+        module.register_buffer("windows", base.clone().unfold(0, 2, 1).clone() if own else base.clone().unfold(0, 2, 1))
+        data.scheduled(sgd(module), module)
+        return [module.first.tolist(), module.second.tolist(), module.windows[3].tolist()]
+
+    assert run(loop, model=lambda: nn.Linear(1, 1)) == [[[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0], [3.0, 4.0]]] * 2
+
+
+def test_columns_of_one_matrix_share_no_memory() -> None:
+    """Rank 0 may have loaded a checkpoint with ``assign=True``, which gives it tensors of its own."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        module, (cos, sin) = nn.Linear(2, 2), (torch.arange(8.0).reshape(2, 4) + data.ranks[0]).chunk(2, dim=1)
+        module.register_buffer("cos", cos if data.ranks[0] else cos.clone())
+        module.register_buffer("sin", sin if data.ranks[0] else sin.clone())
+        data.scheduled(sgd(module), module)
+        return [module.cos.tolist(), module.sin.tolist()]
+
+    assert run(loop, model=lambda: nn.Linear(1, 1)) == [[[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]] * 2
 
 
 @pytest.mark.parametrize("make", [torch.conj, torch._neg_view], ids=["conjugate", "negative"])
