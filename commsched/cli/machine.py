@@ -84,6 +84,13 @@ def _refuse(connection: socket.socket) -> None:
         connection.sendall(to_line(Refused(_HAS_ITS_PLACE)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Unheard:
+    """The process ``member`` has connected, but nobody can hear it."""
+
+    member: int
+
+
 class LocalMachine(Job):
     """This machine. Each process asks at a socket of its own, in the private ``directory`` of the job.
 
@@ -158,6 +165,9 @@ class LocalMachine(Job):
         """The report that ``event`` stands for, if any. Call it for all that ``events`` yields, in the thread that calls
         :meth:`do`."""
         if not isinstance(event, ProcessEvent):
+            if isinstance(event, _Unheard):
+                self.do(KillMember(event.member))
+                return None
             assert isinstance(event, MachineReport | Signalled | ServerEnded)
             return event
         pid = event.process
@@ -325,9 +335,9 @@ class LocalMachine(Job):
                 threading.Thread(target=self._hear, args=(member, connection), name=name, daemon=True).start()
             except RuntimeError as error:  # the system gives no further thread
                 tell_user(f"a rank cannot be heard, and is killed: {error}")
-                with self._starting, connection:
-                    if member in self._pids:
-                        kill_group(self._pids[member], signal.SIGKILL)
+                connection.close()
+                with self._starting:
+                    self.events.put(_Unheard(member))
 
     def _hear(self, member: int, connection: socket.socket) -> None:
         with connection, suppress(OSError, UnicodeDecodeError), connection.makefile("rb") as file:

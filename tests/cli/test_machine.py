@@ -59,6 +59,7 @@ second.connect(os.environ["COMMSCHED_ELASTIC"])
 second.sendall(b'{"kind": "Asked"}\\n')
 answer = second.makefile("rb").read()
 first.sendall(answer)
+first.recv(1)
 """
 
 HAS_A_CHILD = """
@@ -69,6 +70,7 @@ connection.sendall(b"hello\\n")
 child = [sys.executable, "-c", "import commsched; commsched.init()"]
 ended = subprocess.run(child, stderr=subprocess.PIPE, timeout=60)
 connection.sendall(ended.stderr.splitlines()[-1] + b"\\n")
+connection.recv(1)
 sys.exit(3)
 """
 
@@ -243,6 +245,7 @@ def test_a_child_of_a_rank_that_asks_for_a_place_of_its_own_is_refused(machine: 
     said = next_report(machine)
     assert isinstance(said, MemberSaid)
     assert from_line(said.line) == Refused(_HAS_ITS_PLACE)
+    machine.do(Tell(0, "!"))
     assert next_report(machine) == Ended(0, 0)
 
 
@@ -253,6 +256,7 @@ def test_what_such_a_child_ends_with_is_no_consequence_of_another_rank(machine: 
     assert isinstance(next_report(machine), Started)
     assert next_report(machine) == MemberSaid(0, "hello\n")
     assert next_report(machine) == MemberSaid(0, f"commsched.core.errors.ConfigError: {_HAS_ITS_PLACE}\n")
+    machine.do(Tell(0, "!"))
     assert next_report(machine) == Ended(0, 3)
 
 

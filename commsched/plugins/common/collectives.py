@@ -14,7 +14,15 @@ import commsched
 
 from ...core.comparison import require_same
 from ...core.device import Device
-from ...core.errors import CommschedError, ConfigError, ManifestMismatch
+from ...core.errors import (
+    ClosedError,
+    CommschedError,
+    ConfigError,
+    ManifestMismatch,
+    TransportError,
+    UnsupportedError,
+    error_text,
+)
 from ...core.group import TensorGroup
 from ...core.manifest import Manifest
 from ...devices import open_device
@@ -70,40 +78,49 @@ def gather_alike(session: commsched.Session, doing: str, value: Any, advice: str
 
 
 def require_same_owner(
-    session: commsched.Session, number: int | None, what: str, kind: str, require_end: Callable[[], None] = lambda: None
+    session: commsched.Session, number: int | None, what: str, kind: str, require_end: Callable[[], None] | None = None
 ) -> None:
     """Require that a new ``kind``, such as a trainer, takes its parameters from the same earlier one on all ranks, or from none
     (``number`` is None). Collective.
 
-    Ranks that train on with the earlier one do not come here. ``require_end`` waits until all ranks have ended with it, which
-    this rank has told them, and raises what is wrong. It runs in a thread beside the gather, in which nothing could end then.
+    A rank that trains on with the earlier one does not come here. ``require_end`` waits until all ranks have ended with it, as
+    this rank has told them, and raises what is wrong. It runs in a thread beside the gather, which would not end then. Without
+    it, or if a rank has no earlier one, such a rank and this one wait for each other.
 
     Raises:
-        ConfigError: ranks take the parameters from different ones. If the earlier one has made a step, it cannot go on.
+        ConfigError: ranks take the parameters from different ones. If the earlier one has made a step, it cannot go on, and the
+            thread waits until the session ends.
         ManifestMismatch: see :func:`gather_alike`.
         CommschedError: from ``require_end``.
     """
-    failures: list[CommschedError] = []
+    failures: list[BaseException] = []
+    gathered = threading.Event()  # the gather alone needs the report
 
-    def wait() -> None:
+    def wait(require_end: Callable[[], None]) -> None:
         try:
             require_end()
-        except CommschedError as error:
+        except BaseException as error:
             failures.append(error)
-            session.report(error)
+            if not gathered.is_set() and not isinstance(error, UnsupportedError | ClosedError):
+                session.report(error if isinstance(error, CommschedError) else TransportError(error_text(error)))
 
     def owner(its: int | None) -> str:
         return "no other one" if its is None else f"an earlier {kind}"
 
-    thread = threading.Thread(target=wait, name="commsched-takes-over", daemon=True)
-    thread.start()
-    numbers = gather_alike(session, f"makes a {kind}", number, "make it on all ranks, at the same place in the script")
+    thread = threading.Thread(target=wait, args=(require_end,), name="commsched-takes-over", daemon=True)
+    if require_end is not None:
+        thread.start()
+    try:
+        numbers = gather_alike(session, f"makes a {kind}", number, "make it on all ranks, at the same place in the script")
+    finally:
+        gathered.set()
     require_same(
         numbers,
         lambda different: f"{what} to {different.text(owner)}; make another one of the same on all ranks, or detach that one",
         ConfigError,
     )
-    thread.join()
+    if require_end is not None:
+        thread.join()
     if failures:
         raise failures[0]
 

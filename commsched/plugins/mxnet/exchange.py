@@ -29,10 +29,6 @@ from .timing import measure_order
 _exchanges: WeakValueDictionary[int, GradientExchange] = WeakValueDictionary()
 
 
-def _nothing() -> None:
-    """There is nothing to wait for."""
-
-
 class GradientExchange(RoundExchange):
     """Exchanges the gradients of one trainer. Call it from the training thread only, :meth:`take_over` first. Making one is
     collective. It raises ConfigError and ManifestMismatch, see :func:`require_same_owner`, and RanksDiverged if other ranks
@@ -57,7 +53,7 @@ class GradientExchange(RoundExchange):
         if earlier is not None:
             earlier.offer_end()  # a rank that trains on with it finds that, and does not wait for this one
         # If this one is refused for another reason, that is so on all ranks, and the earlier one may go on.
-        number, require_end = (None, _nothing) if earlier is None else (earlier._number, earlier.require_end)
+        number, require_end = (None, None) if earlier is None else (earlier._number, earlier.require_end)
         require_same_owner(session, number, "the trainer's parameters belong", "ScheduledTrainer", require_end)
 
     def _find_earlier(self) -> GradientExchange | None:

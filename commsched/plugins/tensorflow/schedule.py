@@ -70,7 +70,7 @@ class Schedule:
         if earlier is not None:
             earlier.offer_meeting("makes another ScheduledOptimizer")  # which a rank that trains on with it finds
         # If this one is refused for another reason, that is so on all ranks, and the earlier one may go on.
-        require_end = _nothing if earlier is None else earlier.require_meeting
+        require_end = None if earlier is None else earlier.require_meeting
         require_same_owner(session, number, "the optimizer's variables belong", "ScheduledOptimizer", require_end)
         require_same_optimizer(session, kind, optimizer)
         self._require_same_variables()
@@ -310,10 +310,6 @@ class Schedule:
         if self._updater.exchange is not None:
             self._updater.exchange.close(release_groups)
         self._updater.close()
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
 
 
 def _of_the_model(name: str | None) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -127,40 +128,53 @@ def find_overlap(named: Mapping[str, torch.Tensor], trained: set[int]) -> tuple[
 
     At least one of the two is in ``trained`` (ids). Adjacent views of one buffer do not share bytes.
     """
-    return next((pair for pair in overlaps(named) if {id(named[name]) for name in pair} & trained), None)
+    reach, widest = 0, ""  # the end of the tensors so far, and the tensor that reaches there
+    for start, end, name in _extents(named):
+        if start < reach and named[name] is not named[widest] and {id(named[name]), id(named[widest])} & trained:
+            return widest, name
+        if end > reach:
+            reach, widest = end, name
+    return None
 
 
-def overlaps(named: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """The names of all tensors that may share bytes with one that begins before, or as early; the name of that one comes first.
-    The order is that of their addresses."""
-    extents = sorted(
+def sharers(named: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
+    """By the name of each tensor that shares bytes with others that begin before, or as early: their names."""
+    found: dict[str, list[str]] = {}
+    before: list[tuple[int, str]] = []  # the ends and the names of those that reach as far as here
+    for start, end, name in _extents(named):
+        before = [(reach, other) for reach, other in before if reach > start]
+        shared = [other for _, other in before if named[other] is not named[name] and share_bytes(named[other], named[name])]
+        if shared:
+            found[name] = sorted(shared)
+        before.append((end, name))
+    return found
+
+
+def _extents(named: Mapping[str, torch.Tensor]) -> list[tuple[int, int, str]]:
+    """The addresses at which each tensor begins and ends, with its name, in this order."""
+    return sorted(
         (tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in named.items()
         if tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() > 0 and tensor.data_ptr() != 0
     )
-    reach, widest = 0, ""  # the end of the tensors so far, and the tensor that reaches there
-    for start, end, name in extents:
-        if start < reach and named[name] is not named[widest]:
-            yield widest, name
-        if end > reach:
-            reach, widest = end, name
 
 
 def share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of :func:`overlaps` have a byte in common: columns of one matrix do not. Large ones are taken to."""
+    """Whether two tensors whose extents overlap have a byte in common: columns of one matrix do not. Large ones are taken
+    to."""
     start = min(first.data_ptr(), second.data_ptr())
     total = max(tensor.data_ptr() + _extent_bytes(tensor) for tensor in (first, second)) - start
     if total > _MOST_COMPARED_BYTES:
         return True
-    marks = torch.zeros(total, dtype=torch.bool)
-    views = [
-        marks.as_strided(
-            (*tensor.shape, tensor.element_size()),
-            (*(stride * tensor.element_size() for stride in tensor.stride()), 1),
-            tensor.data_ptr() - start,
-        )
-        for tensor in (first, second)
-    ]
+    marks = torch.zeros(total, dtype=torch.bool, device="cpu")
+    views = []
+    for tensor in (first, second):
+        # What ``expand()`` repeats is looked at once.
+        shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride())]
+        if math.prod(shape) * tensor.element_size() > _MOST_COMPARED_BYTES:
+            return True
+        strides = [stride * tensor.element_size() for stride in tensor.stride()]
+        views.append(marks.as_strided((*shape, tensor.element_size()), (*strides, 1), tensor.data_ptr() - start))
     views[1].fill_(True)
     return bool(views[0].any())
 

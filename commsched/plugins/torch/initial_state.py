@@ -14,7 +14,7 @@ import commsched
 from ...core.comparison import require_same
 from ...core.errors import UnsupportedError
 from ...devices import open_device
-from .checks import overlaps, share_bytes
+from .checks import sharers
 from .compared import compared_keys
 from .guard import unguarded
 from .timing import no_use
@@ -44,8 +44,8 @@ def broadcast_parameters(session: commsched.Session, named: Mapping[str, torch.T
     """Broadcast the values that ``root`` has. Collective. Before anything is sent, it raises ManifestMismatch if ranks have
     other names, shapes or types, and UnsupportedError if a tensor is not dense or has no values."""
     with unguarded():  # nothing waits before all ranks have compared
-        sharers = {name: sharer for sharer, name in overlaps(named) if share_bytes(named[sharer], named[name])}
-        described = [_described(name, tensor, sharers.get(name)) for name, tensor in named.items()]
+        shared = sharers(named)
+        described = [_described(name, tensor, shared.get(name, [])) for name, tensor in named.items()]
     records = session.gather(described)
     alike = [_with_sharing_of(records[root], record) for record in records]
     require_same(alike, lambda different: f"the model has {different.text(_text)}")
@@ -84,27 +84,29 @@ def _oddity(tensor: torch.Tensor) -> str | None:
     return None if tensor.layout is torch.strided else str(tensor.layout)
 
 
-def _described(name: str, tensor: torch.Tensor, sharer: str | None) -> list[Any]:
+def _described(name: str, tensor: torch.Tensor, sharing: list[str]) -> list[Any]:
     """Describe, as JSON, what all ranks must have in common: name, type, shape, the shape of :func:`distinct`, its strides if
-    even those elements share memory, and the name of another tensor that shares it."""
+    even those elements share memory, and the names of other tensors that share it."""
     if _oddity(tensor) is not None:
         shape = [] if tensor.is_nested else list(tensor.shape)
-        return [name, _kind(tensor), shape, shape, None, None]
+        return [name, _kind(tensor), shape, shape, None, []]
     elements = distinct(tensor)
     strides = list(elements.stride()) if _overlaps(elements) else None
-    return [name, _kind(tensor), list(tensor.shape), list(elements.shape), strides, sharer]
+    return [name, _kind(tensor), list(tensor.shape), list(elements.shape), strides, sharing]
 
 
 def _with_sharing_of(root: list[list[Any]], record: list[list[Any]]) -> list[list[Any]]:
-    """``record``, with the root's sharing where this rank's elements have memory of their own: what the root has in one place
-    may be in several here, and not the other way round."""
+    """``record``, with the root's sharing where this rank's elements share less: what the root has in one place may be in
+    several here, and not the other way round. The shapes of :func:`distinct` must be equal."""
     if record is root or len(record) != len(root):
         return record
-    sharing = 4  # where strides and sharer begin
-    return [
-        [*here[:sharing], *(theirs if its is None else its for its, theirs in zip(here[sharing:], there[sharing:]))]
-        for here, there in zip(record, root)
-    ]
+    filled = []
+    for here, there in zip(record, root):
+        *same, strides, sharing = here
+        if same == there[:-2]:
+            here = [*same, there[-2] if strides is None else strides, there[-1] if {*sharing} <= {*there[-1]} else sharing]
+        filled.append(here)
+    return filled
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,10 +134,10 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 def _text(described: list[Any] | None) -> str:
     if described is None:
         return "nothing more"
-    name, kind, shape, of_distinct, strides, sharer = described
+    name, kind, shape, of_distinct, strides, sharing = described
     expanded = "" if shape == of_distinct else f" expanded from {of_distinct}"
     own = "" if strides is None else f" of strides {strides}, which may share memory"
-    return f"{name} {kind}{shape}{expanded}{own}" + ("" if sharer is None else f" in the memory of {sharer}")
+    return f"{name} {kind}{shape}{expanded}{own}" + (f" in the memory of {' and '.join(sharing)}" if sharing else "")
 
 
 def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optimizer, root: int | None = None) -> None:

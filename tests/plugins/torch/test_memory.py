@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,6 +129,28 @@ def test_other_buffers_that_share_memory_are_broadcast(where: str) -> None:
         return [module.first.tolist(), module.second.tolist(), module.windows[3].tolist()]
 
     assert run(loop, model=lambda: nn.Linear(1, 1)) == [[[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0], [3.0, 4.0]]] * 2
+
+
+def test_those_that_share_less_than_on_rank_0_are_broadcast_and_those_that_share_more_are_named() -> None:
+    def loop(data: Data, model: Any, optimizer: Any, shares_less: bool) -> Any:
+        module, matrix = nn.Linear(2, 2), torch.arange(6.0).reshape(3, 2) + data.ranks[0]
+        buffers = {"a": matrix[:, 0], "b": matrix[:, 0][:2], "c": matrix[:2, 0]}
+        if not shares_less:
+            column = matrix[:2, 1]
+            buffers = {"a": matrix[:, 0], "b": column, "c": matrix[:2, 1] if data.ranks[0] else column.clone()}
+        elif data.ranks[0]:
+            buffers["a"] = buffers["a"].clone()
+        for name, buffer in buffers.items():
+            module.register_buffer(name, buffer)
+        data.scheduled(sgd(module), module)
+        return [buffer.tolist() for buffer in module.buffers()]
+
+    less = run(partial(loop, shares_less=True), model=lambda: nn.Linear(1, 1))
+    assert less == [[[0.0, 2.0, 4.0], [0.0, 2.0], [0.0, 2.0]]] * 2
+    with pytest.raises(
+        commsched.ManifestMismatch, match=r"buffer 'c' torch.float32\[2\] in the memory of buffer 'b' on rank 1"
+    ):
+        run(partial(loop, shares_less=False), model=lambda: nn.Linear(1, 1))
 
 
 def test_columns_of_one_matrix_share_no_memory() -> None:
