@@ -138,16 +138,25 @@ def find_overlap(named: Mapping[str, torch.Tensor], trained: set[int]) -> tuple[
 
 
 def sharers(named: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """By the name of each tensor that shares bytes with others that begin before, or as early: their names."""
+    """By the name of each tensor that shares bytes with others that begin before, or as early: their names, and how it lies in
+    them."""
     found: dict[str, list[str]] = {}
     before: list[tuple[int, str]] = []  # the ends and the names of those that reach as far as here
     for start, end, name in _extents(named):
         before = [(reach, other) for reach, other in before if reach > start]
-        shared = [other for _, other in before if named[other] is not named[name] and share_bytes(named[other], named[name])]
+        its = named[name]
+        shared = [other for _, other in before if named[other] is not its and share_bytes(named[other], its)]
         if shared:
-            found[name] = sorted(shared)
+            found[name] = sorted(
+                f"{other} ({start - named[other].data_ptr()} bytes in, strides {_strides(its)} and {_strides(named[other])})"
+                for other in shared
+            )
         before.append((end, name))
     return found
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    return [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride())]
 
 
 def _extents(named: Mapping[str, torch.Tensor]) -> list[tuple[int, int, str]]:
@@ -162,6 +171,8 @@ def _extents(named: Mapping[str, torch.Tensor]) -> list[tuple[int, int, str]]:
 def share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors whose extents overlap have a byte in common: columns of one matrix do not. Large ones are taken
     to."""
+    if first.data_ptr() == second.data_ptr() or (first.is_contiguous() and second.is_contiguous()):
+        return True
     start = min(first.data_ptr(), second.data_ptr())
     total = max(tensor.data_ptr() + _extent_bytes(tensor) for tensor in (first, second)) - start
     if total > _MOST_COMPARED_BYTES:

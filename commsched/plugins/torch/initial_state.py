@@ -86,7 +86,7 @@ def _oddity(tensor: torch.Tensor) -> str | None:
 
 def _described(name: str, tensor: torch.Tensor, sharing: list[str]) -> list[Any]:
     """Describe, as JSON, what all ranks must have in common: name, type, shape, the shape of :func:`distinct`, its strides if
-    even those elements share memory, and the names of other tensors that share it."""
+    even those elements share memory, and what :func:`sharers` says of it."""
     if _oddity(tensor) is not None:
         shape = [] if tensor.is_nested else list(tensor.shape)
         return [name, _kind(tensor), shape, shape, None, []]

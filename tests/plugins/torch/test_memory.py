@@ -111,7 +111,9 @@ def test_a_buffer_that_shares_memory_with_another_on_one_rank_only_is_named() ->
         data.scheduled(sgd(module), module)
 
     named = r"buffer 'second' torch.float32\[4\]"
-    with pytest.raises(commsched.ManifestMismatch, match=rf"{named} on rank 0 but {named} in the memory of buffer 'first' on"):
+    with pytest.raises(
+        commsched.ManifestMismatch, match=rf"{named} on rank 0 but {named} in the memory of buffer 'first' \(8 bytes in"
+    ):
         run(loop, model=lambda: nn.Linear(1, 1))
 
 
@@ -148,9 +150,26 @@ def test_those_that_share_less_than_on_rank_0_are_broadcast_and_those_that_share
     less = run(partial(loop, shares_less=True), model=lambda: nn.Linear(1, 1))
     assert less == [[[0.0, 2.0, 4.0], [0.0, 2.0], [0.0, 2.0]]] * 2
     with pytest.raises(
-        commsched.ManifestMismatch, match=r"buffer 'c' torch.float32\[2\] in the memory of buffer 'b' on rank 1"
+        commsched.ManifestMismatch, match=r"buffer 'c' torch.float32\[2\] in the memory of buffer 'b' \(0 bytes in"
     ):
         run(partial(loop, shares_less=False), model=lambda: nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("how", ["another place", "other strides"])
+def test_buffers_that_share_memory_in_another_way_are_named(how: str) -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        module, base = nn.Linear(2, 2), torch.arange(16.0)
+        square = base[:9].reshape(3, 3)
+        first, second = (base[:4], base[2:6]) if how == "another place" else (square, square.T)
+        if data.ranks[0]:
+            second = base[1:5] if how == "another place" else square.view(3, 3)
+        module.register_buffer("first", first)
+        module.register_buffer("second", second)
+        data.scheduled(sgd(module), module)
+
+    said = r"buffer 'second' .* in the memory of buffer 'first' \(.* on rank 0 but buffer 'second' .* buffer 'first' \("
+    with pytest.raises(commsched.ManifestMismatch, match=said):
+        run(loop, model=lambda: nn.Linear(1, 1))
 
 
 def test_columns_of_one_matrix_share_no_memory() -> None:
