@@ -36,7 +36,7 @@ _adding = threading.Lock()
 #: Stands for no round: there are no averages to apply.
 NOTHING = 0
 
-ADVICE = "make the same trainings, and their first steps, in the same order on all ranks"
+TRAINING_ADVICE = "make the same trainings, and their first steps, in the same order on all ranks"
 
 
 class GradientExchange:
@@ -60,7 +60,7 @@ class GradientExchange:
         self._device = device
         self.specs = tuple(specs)
         self.failures: deque[BaseException] = deque(maxlen=16)  # several callbacks may fail concurrently
-        self._first = gather_alike(session, "begins a training", secrets.randbelow(2**30 - 1) + 1, ADVICE)[0]
+        self._first = gather_alike(session, "begins a training", secrets.randbelow(2**30 - 1) + 1, TRAINING_ADVICE)[0]
         self._round = NOTHING
         self._gradients: FlatGradients | None = None
         self._tensors: dict[int, int] = {}  # place in specs -> index in the manifest
@@ -87,7 +87,7 @@ class GradientExchange:
     def register(self, order: Sequence[int]) -> None:
         """Register the tensors in rank 0's ``order``, which should be the forward order. Call it once. Collective. Raises
         ManifestMismatch if ranks disagree."""
-        order = gather_alike(self.session, "traces its first step", list(order), ADVICE)[0]
+        order = gather_alike(self.session, "traces its first step", list(order), TRAINING_ADVICE)[0]
         manifest = Manifest(tuple(self.specs[place] for place in order))
         registered = RegisteredGroups.of(self.session)
         registered.release_unowned()

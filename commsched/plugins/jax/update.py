@@ -24,7 +24,7 @@ import commsched
 from ...core.comparison import Difference, first_difference
 from ...core.errors import RanksDiverged, UnsupportedError
 from ..common.collectives import gather_alike
-from .exchange import ADVICE, NOTHING, GradientExchange
+from .exchange import TRAINING_ADVICE, NOTHING, GradientExchange
 from .host_call import NUMBER, host_call
 from .leaves import named_leaves
 from .program import CALLS, Lazy, Program, has_token, token_of
@@ -158,7 +158,7 @@ def digest_of(made: Sequence[tuple[str, JaxprEqn | None]]) -> str:
 def require_same_update(session: commsched.Session, made: Sequence[tuple[str, JaxprEqn | None]]) -> None:
     """Require equal :func:`operations` on all ranks. Collective. Raises RanksDiverged if they differ; the error shows
     the first that does."""
-    lengths_and_digests = gather_alike(session, "compares the update", [[len(made), digest_of(made)]], ADVICE)
+    lengths_and_digests = gather_alike(session, "compares the update", [[len(made), digest_of(made)]], TRAINING_ADVICE)
     if first_difference(lengths_and_digests) is None:
         return
     start, stop = 0, max(length for [(length, _)] in lengths_and_digests)

@@ -31,7 +31,7 @@ Bundle = tuple[int, ...]
 
 #: Gradients above this size are not bundled: their bytes cost more than a submission, so each is submitted early by itself.
 _MAX_BUNDLE_BYTES = 256 * 1024
-ADVICE = "all ranks must make the same steps, and give each epoch as many"
+_ADVICE = "all ranks must make the same steps, and give each epoch as many"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -77,7 +77,7 @@ class GradientExchange:
         self._agreement = agreement
         self._submitted = submitted
         self._paths = [variable.path for variable in variables]
-        self._forward: list[int] = gather_alike(session, "makes the first step", [int(index) for index in order], ADVICE)[0]
+        self._forward: list[int] = gather_alike(session, "makes the first step", [int(index) for index in order], _ADVICE)[0]
         specs = [
             TensorSpec(
                 common_name(index, variables[index]), tuple(variables[index].shape), own_value(variables[index]).dtype.name
