@@ -24,7 +24,7 @@ import commsched
 from ...core.comparison import Difference, first_difference
 from ...core.errors import RanksDiverged, UnsupportedError
 from ..common.collectives import gather_alike
-from .exchange import TRAINING_ADVICE, NOTHING, GradientExchange
+from .exchange import NOTHING, TRAINING_ADVICE, GradientExchange
 from .host_call import NUMBER, host_call
 from .leaves import named_leaves
 from .program import CALLS, Lazy, Program, has_token, token_of
