@@ -378,11 +378,11 @@ class Job:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        for seconds, number in (
+        for seconds, ends_by in (
             (within_seconds, signal.SIGTERM),
             (within_seconds + launch_guard.KILL_SECONDS, signal.SIGKILL),
         ):
-            timer = threading.Timer(seconds, self._end, [number])
+            timer = threading.Timer(seconds, self._end, [ends_by])
             timer.daemon = True
             timer.start()
             self._timers.append(timer)

@@ -180,7 +180,7 @@ def share_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     marks = torch.zeros(total, dtype=torch.bool, device="cpu")
     views = []
     for tensor in (first, second):
-        # What ``expand()`` repeats is looked at once.
+        # The marks show an element once that ``expand()`` repeats.
         shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride())]
         if math.prod(shape) * tensor.element_size() > _MOST_COMPARED_BYTES:
             return True

@@ -339,6 +339,12 @@ def test_a_second_trainer_for_the_same_parameters() -> None:
         np.testing.assert_allclose(ours[name], weights)
 
 
+def two_plain_steps(net: Any) -> None:
+    trainer = gluon.Trainer(net.collect_params(), *SGD)
+    for _ in range(2):
+        step(net, trainer, *batches(2, steps=1)[0])
+
+
 @pytest.mark.parametrize("differs", ["parameters", "owner"])
 def test_a_second_trainer_that_is_refused_may_leave_the_first_as_it_is(differs: str) -> None:
     def train(session: Session) -> Any:
@@ -362,9 +368,7 @@ def test_a_second_trainer_that_is_refused_may_leave_the_first_as_it_is(differs: 
         return weights_of(net)
 
     plain = mlp()
-    trainer = gluon.Trainer(plain.collect_params(), *SGD)
-    for _ in range(2):
-        step(plain, trainer, *batches(2, steps=1)[0])
+    two_plain_steps(plain)
     for weights in on_ranks(train):
         for name, values in weights_of(plain).items():
             np.testing.assert_allclose(weights[name], values)
@@ -403,9 +407,7 @@ def test_a_step_that_is_refused_can_be_made_when_the_mistake_is_mended(ignores: 
 
     plain = mlp()
     plain[0].weight.grad_req = "null"
-    trainer = gluon.Trainer(plain.collect_params(), *SGD)
-    for _ in range(2):
-        step(plain, trainer, *batches(2, steps=1)[0])
+    two_plain_steps(plain)
     for weights in on_ranks(train):
         for name, values in weights_of(plain).items():
             np.testing.assert_allclose(weights[name], values)

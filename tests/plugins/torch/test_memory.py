@@ -102,7 +102,7 @@ def test_a_buffer_whose_elements_share_memory_on_one_rank_only_is_named(make: An
 
 
 def test_a_buffer_that_shares_memory_with_another_on_one_rank_only_is_named() -> None:
-    """What is broadcast to one of them would change the other."""
+    """A broadcast to one of them would change the other."""
 
     def loop(data: Data, model: Any, optimizer: Any) -> None:
         module, base = nn.Linear(2, 2), torch.zeros(6)
@@ -119,7 +119,7 @@ def test_a_buffer_that_shares_memory_with_another_on_one_rank_only_is_named() ->
 
 @pytest.mark.parametrize("where", ["on all ranks", "on rank 0"])
 def test_other_buffers_that_share_memory_are_broadcast(where: str) -> None:
-    """What rank 0 has in one place may be in several places of another rank, such as a new one of an elastic job."""
+    """Another rank, such as a new one of an elastic job, may have in several places what rank 0 has in one."""
 
     def loop(data: Data, model: Any, optimizer: Any) -> Any:
         module, base = nn.Linear(2, 2), torch.arange(6.0) + 7 * data.ranks[0]
