@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -50,7 +51,8 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
 
     Raises:
         ConfigError: a setting is wrong or differs between ranks, settings are given after the session was opened, ``world``
-            differs from the world that ``commsched run`` made, or this process has called it in an elastic job before.
+            differs from the world that ``commsched run`` made, this process has called it in an elastic job before, or it is
+            called while multiprocessing imports a rank's script anew.
         PeerTimeout: not every rank joined in time; names the missing ranks.
     """
     global _current, _member
@@ -65,6 +67,8 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
         process_exit.watch()
         shorten(world.rank)
         loaded = Settings.load(settings, os.environ)
+        if world.world_size > 1 and not loaded.disable:
+            _require_first_import(world)
         if not _is_elastic(world):
             _current = open_session(world, loaded, device)
         elif _member is not None:
@@ -81,6 +85,18 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
         _current.when_failed(partial(_say_if_unnoticed, _current))
         end_first()
         return _current
+
+
+def _require_first_import(world: World) -> None:
+    """Raise ConfigError while a process that a rank has spawned, such as a data loader's worker, imports the rank's script. It
+    has the rank's variables, and would join the job in its name, or make another job with other such processes."""
+    # multiprocessing itself asks this before it starts a process. A process that imported the script before may be a rank.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            f"this process, {os.getpid()}, was started by multiprocessing for rank {world.rank}, whose script it imports: it "
+            "cannot join the job again. Put the lines that only a rank may run, from the first call of commsched on, under "
+            "if __name__ == '__main__':"
+        )
 
 
 def is_elastic() -> bool:
@@ -221,7 +237,7 @@ def _warn_if_nothing_was_averaged() -> None:
         return
     if "COMMSCHED_LAUNCHER_FILE" in environ:
         return  # commsched run prints this warning for all ranks
-    if "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None:
+    if multiprocessing.parent_process() is not None:
         return  # a data loader's process
     try:
         world, disabled = detect_world(environ), parse_switch(environ.get("COMMSCHED_DISABLE", ""))

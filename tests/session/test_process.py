@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,51 @@ def test_a_process_asks_for_its_place_in_an_elastic_job_once(monkeypatch: pytest
     with pytest.raises(ConfigError, match="this process has asked for its place in the elastic job before"):
         commsched.init()
     assert len(asked) == 1
+
+
+#: A script that starts a process, which imports it or the module ``joins`` before it works.
+_SPAWNS = """
+import multiprocessing, sys
+
+class Work:
+    def __reduce__(self): return __import__, ("joins",)
+
+def work(*_): print("worked")
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context(sys.argv[1]).Process(target=work, args=[Work()] if sys.argv[2:] else [])
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+elif not sys.argv[2:]:
+    import joins
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "by_argument", "elastic"),
+    [("spawn", False, False), ("forkserver", False, False), ("spawn", True, False), ("forkserver", False, True)],
+)
+def test_a_process_that_a_rank_spawns_does_not_join_the_job_while_it_imports_the_script(
+    method: str, by_argument: bool, elastic: bool, tmp_path: Path
+) -> None:
+    """Such a process, a data loader's worker for one, has the rank's variables. It waited for the job's other ranks, or made
+    another job with their workers."""
+    (tmp_path / "script.py").write_text(_SPAWNS)
+    (tmp_path / "joins.py").write_text("import commsched\ncommsched.init()")
+    rank_1 = {"COMMSCHED_RANK": "1", "COMMSCHED_WORLD_SIZE": "2", "COMMSCHED_RENDEZVOUS": str(tmp_path / "nobody.json")}
+    if elastic:
+        rank_1 |= {"COMMSCHED_ELASTIC": str(tmp_path / "nobody"), "COMMSCHED_TOKEN": "a token of this test"}
+
+    def run(**more: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, str(tmp_path / "script.py"), method, *(["as an argument"] if by_argument else [])]
+        return subprocess.run(argv, env=clean_environ(**more), capture_output=True, text=True, timeout=50, check=False)
+
+    done = run(**rank_1)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "was started by multiprocessing for rank 1, whose script it imports: it cannot join the job again" in done.stderr
+    done = run() if elastic else run(**rank_1, COMMSCHED_DISABLE="1")
+    assert (done.returncode, done.stdout) == (0, "worked\n"), done.stderr
 
 
 def test_whether_the_job_is_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
