@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import threading
 import tomllib
@@ -205,6 +206,11 @@ def _text(value: object, key: str) -> str:
     return str(value)
 
 
+def parse_path(value: object, key: str) -> str:
+    """A path, made absolute: a script may change its directory before a file is opened."""
+    return os.path.abspath(str(value))
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits on how long tuning may take. Tuning ends at the first limit that it reaches, or earlier. ``None`` means no limit
@@ -378,7 +384,7 @@ class Settings:
         run_option=True,
         some_transports=True,
     )
-    trace: str | None = _setting(_text, None, "directory for a timeline of every task; none: no timeline", run_option=True)
+    trace: str | None = _setting(parse_path, None, "directory for a timeline of every task; none: no timeline", run_option=True)
     trace_steps: tuple[int, int] | None = _setting(
         _steps, None, "the first and the last step of the timeline, such as 10-20; none: all", run_option=True
     )
@@ -420,7 +426,7 @@ class Settings:
         _budget, None, "search for a better partition and credit during training: 1, or a budget: 90s, 500steps, 20trials"
     )
     tune_out: str | None = _setting(
-        _text, None, "file for the result of tuning, such as tuned.toml; none: the result is only logged"
+        parse_path, None, "file for the result of tuning, such as tuned.toml; none: the result is only logged"
     )
     tune_by: str = _setting(_text, "bayes", "how to search: bayes, grid, random, sgd")
     tune_policies: tuple[str, ...] = _setting(_policies, (), "policies to choose from in tuning; none: the one that is set")
@@ -428,7 +434,7 @@ class Settings:
         _text, None, "file for the reason of an end of tuning without a result; commsched tune sets it"
     )
     record: str | None = _setting(
-        _text, None, "file for the layers and times of a rank that is alone; commsched predict sets it"
+        parse_path, None, "file for the layers and times of a rank that is alone; commsched predict sets it"
     )
     launcher_file: str | None = _setting(_text, None, "file through which ranks report to commsched run, which sets it")
     tuned: Mapping[str, Any] | None = _setting(_tuned, None, "the jobs that a tuned file is for: in the file only")
@@ -439,11 +445,11 @@ class Settings:
     )
     job: str | None = _setting(_utf8, None, "the job's name, if several jobs have one token and address; none: the launcher's")
     token: str | None = _setting(_utf8, None, "the job's secret; needed across machines", shown=False)
-    token_file: str | None = _setting(_text, None, "a file of mode 0600 that holds the token")
+    token_file: str | None = _setting(parse_path, None, "a file of mode 0600 that holds the token")
     certificates: str | None = _setting(
-        _text, None, "directory with ca.crt, tls.crt and tls.key for security=tls; none: made from the token"
+        parse_path, None, "directory with ca.crt, tls.crt and tls.key for security=tls; none: made from the token"
     )
-    rendezvous: str | None = _setting(_text, None, "file in which rank 0 gives its address to ranks of the same machine")
+    rendezvous: str | None = _setting(parse_path, None, "file in which rank 0 gives its address to ranks of the same machine")
     #: Names of the settings that the user set, which tuning does not change. Settings from a tuned file do not count: tuning
     #: starts from them.
     given: frozenset[str] = frozenset()

@@ -54,7 +54,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     network = measure_network(session, host, task.nominal_rates, 0, task.capped)
     hosts = session.gather(host)
     # Partition and credit choose themselves first, unless they are set.
-    settle = task.settle + (CHOOSING_STEPS if task.system == "commsched" and task.chooses_sizes else 0)
+    settle = task.settle + (CHOOSING_STEPS if task.chooses_sizes else 0)  # of every system, since what is warm is faster
     turn = Turn(session, profile, settle + task.steps, hosts)
     weights = train(turn)
     ended, cpu = turn.steps.ended, turn.steps.cpu_seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,10 +46,10 @@ class Bar:
 
 
 def sentence(group: Group) -> str | None:
-    """The verdict on commsched by the results of ``group`` at the rho nearest to 1. None if there is no row of it, or none of
-    DDP."""
-    at = group.hardest()
-    ours = min((each for each in at if each.system == "commsched"), key=lambda each: each.median, default=None)
+    """The verdict on commsched by the results of ``group`` at the rho nearest to 1. If commsched has several rows there, the
+    middle one counts. None if it has none, or DDP has none."""
+    rows = sorted((each for each in group.hardest() if each.system == "commsched"), key=lambda each: each.median)
+    ours = rows[len(rows) // 2] if rows else None
     if ours is None or ours.speedup_vs_ddp is None:
         return None
     if ours.wrong:
@@ -58,6 +59,8 @@ def sentence(group: Group) -> str | None:
         text = f"commsched is as fast as DDP ({speedup:.2f} times)"
     else:
         text = f"commsched is {speedup:.2f} times as fast as DDP"
+    if ours.speedup_vs_ddp_tuned is not None:
+        text += f", and {ours.speedup_vs_ddp_tuned:.2f} times as fast as DDP with tuned buckets"
     if possible is None:
         return f"{text}."
     return f"{text}; {'nothing was to be gained' if possible < _NOTHING else f'{possible:.2f} times is possible'}."
@@ -106,22 +109,30 @@ class Pair:
 
 
 def pairs(before: Sequence[Result], after: Sequence[Result]) -> list[Pair]:
-    """The results that both runs have, in the order of the first. Of several of the same, the first belongs to the other run's
-    first, and so on."""
-    left, found = list(after), []
-    for result in before:
-        same = [each for each in left if _key(each) == _key(result) and _away(each, result) < math.log(SAME_RHO)]
-        if same:
-            other = min(same, key=lambda each: _away(each, result))
-            left.remove(other)
-            found.append(Pair(_where(result), result.system, result, other))
-    return found
+    """The results that both runs have, in the order of the first. Of several of the same, those with the same sizes belong
+    together, and then the first to the other run's first, and so on."""
+    left, others = list(after), dict[int, Result]()
+    for alike in (lambda one, other: one.config == other.config, lambda one, other: True):
+        for place, result in enumerate(before):
+            same = [each for each in left if _key(each) == _key(result) and _away(each, result) < math.log(SAME_RHO)]
+            same = [each for each in same if alike(result, each)]
+            if same and place not in others:
+                others[place] = same[0]
+                left.remove(same[0])
+    several = Counter(map(_key, before))
+    return [
+        Pair(_where(before[place], other, several[_key(before[place])] > 1), other.system, before[place], other)
+        for place, other in sorted(others.items())
+    ]
 
 
-def _where(result: Result) -> str:
-    rho = "" if result.rho is None else f"rho {result.rho:.3g}"
-    size = "" if result.gradient_bytes is None else f"{result.gradient_bytes / 1e6:.3g} MB"
-    words = (result.model, size, f"{result.workers} workers", result.link or "unknown link", rho, result.transport)
+def _where(before: Result, after: Result, one_of_several: bool) -> str:
+    rho = "" if before.rho is None else f"rho {before.rho:.3g}"
+    size = "" if before.gradient_bytes is None else f"{before.gradient_bytes / 1e6:.3g} MB"
+    config = before.config if one_of_several else ""
+    if one_of_several and after.config != before.config:
+        config += f" (then {after.config})"
+    words = (before.model, size, f"{before.workers} workers", before.link or "unknown link", rho, before.transport, config)
     return ", ".join(filter(None, words))
 
 

@@ -21,7 +21,7 @@ from ..core.world import World
 from ..session.membership import require_can_be_elastic
 from ..session.metrics import require_library
 from ..session.opening import quiet_grpc
-from ..settings import OneOf, Settings, nearest, parse_rate, parse_server, require_one_of
+from ..settings import OneOf, Settings, nearest, parse_path, parse_rate, parse_server, require_one_of
 from ..transports import require_transport, without_effect
 from ..version import __version__
 
@@ -312,14 +312,16 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--transport", default="auto", metavar="{auto,ps,gloo}", help=transport_help)
     for name, default, text in (
-        ("overhead", 50e-6, "seconds that a message costs besides its bytes"),
+        ("overhead", 50e-6, "seconds that a partition, or a bucket of DDP, costs besides its bytes"),
         ("latency", 50e-6, "seconds in which a message arrives after it has left"),
     ):
         parser.add_argument(
             f"--{name}", type=_seconds_like("50e-6"), default=default, metavar="SECONDS", help=f"{text} (default: {default})"
         )
     parser.add_argument("--clip", action="store_true", help="every loop clips by the norm of the averages")
-    parser.add_argument("--wire16", action="store_true", help="commsched sends gradients in 16 bits (wire=bfloat16)")
+    parser.add_argument(
+        "--wire16", action="store_true", help="gradients travel in 16 bits (wire=bfloat16; DDP with its hook for that)"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
     plot_help = "also draw the rows to FILE, such as predict.svg or predict.png"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=plot_help)
@@ -328,13 +330,13 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from .predict import TRANSPORTS, Question, predict, read_model, require_file, require_matplotlib, transport_of
+    from .predict import TRANSPORTS, Question, predict, read_model, require_file, require_plot, transport_of
 
     require_one_of(TRANSPORTS, arguments.transport, "--transport")
     if arguments.servers and arguments.transport == "gloo":
         raise ConfigError(_only_ps_has_servers(arguments.servers, arguments.transport))
     if arguments.plot is not None:
-        require_matplotlib()
+        require_plot(arguments.plot)
     clips, gloo = arguments.clip, True
     if arguments.model.suffix == ".py":
         from .record import record_script
@@ -466,7 +468,13 @@ def _startable(command: Sequence[str]) -> list[str]:
 
 
 def _environ(options: Mapping[str, str]) -> dict[str, str]:
-    return {**os.environ, **{f"COMMSCHED_{name.upper()}": value for name, value in options.items()}}
+    """The environment of the ranks to come. Files are named from here, wherever the script goes before it joins the job."""
+    environ = {**os.environ, **{f"COMMSCHED_{name.upper()}": value for name, value in options.items()}}
+    files = [f"COMMSCHED_{f.name.upper()}" for f in fields(Settings) if f.metadata.get("parse") is parse_path]
+    for variable in (*files, "COMMSCHED_CONFIG"):
+        if environ.get(variable):
+            environ[variable] = os.path.abspath(environ[variable])
+    return environ
 
 
 #: The headings of options that are settings. Settings without one come last.

@@ -33,8 +33,9 @@ Row = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Question:
     """A cluster, and how gradients travel there. ``rate`` is that of every network card, in bytes per second and direction.
-    ``overhead`` and ``latency`` are those of a message, in seconds. ``halved``: commsched sends 16 bits for 32. ``transport``:
-    ``ps`` or ``gloo``. ``sizes``: those that are set; None: commsched chooses them."""
+    ``overhead`` is that of a partition, or of a bucket of DDP, and ``latency`` that of a message, in seconds. ``halved``:
+    commsched and DDP send 16 bits for 32. ``transport``: ``ps`` or ``gloo``. ``sizes``: those that are set; None: commsched
+    chooses them."""
 
     workers: int
     rate: float
@@ -113,14 +114,14 @@ def predict(profile: Profile, questions: Sequence[Question], as_json: bool = Fal
         ConfigError: matplotlib is missing, or ``plot`` cannot be written.
     """
     if plot is not None:
-        require_matplotlib()
+        require_plot(plot)
     if not as_json:
         layers = sum(layer.nbytes > 0 for layer in profile.layers)
         overhead, latency = questions[0].overhead, questions[0].latency
         say_result(
             f"SIMULATED: {profile.model}, {size(profile.nbytes)} of gradients in {layers} layers, "
-            f"{1e3 * profile.compute_seconds:.1f} ms of computation per step. A message costs {1e3 * overhead:g} ms\n"
-            f"besides its bytes and arrives {1e3 * latency:g} ms after it has left. Hosts keep up with their links."
+            f"{1e3 * profile.compute_seconds:.1f} ms of computation per step. A partition, and a bucket of DDP, costs\n"
+            f"{1e3 * overhead:g} ms besides its bytes, which arrive {1e3 * latency:g} ms later. Hosts keep up with their links."
         )
         say_result(_line(_HEADINGS.values()))
     rows = []
@@ -172,9 +173,16 @@ def _advice(profile: Profile, questions: Sequence[Question], rows: Sequence[Row]
     return f"commsched is slower than DDP at {where}: {row['commsched']:.4g} ms against {row['ddp']:.4g} ms. {rest}."
 
 
-def require_matplotlib() -> None:
+def require_plot(path: Path) -> None:
+    """Check, before anything is simulated, that a plot can be drawn to ``path``. Raises ConfigError."""
     if find_spec("matplotlib") is None:
         raise ConfigError('--plot needs matplotlib: pip install "commsched[report]"')
+    from .predict_plot import FORMATS
+
+    if path.suffix[1:].lower() not in FORMATS:
+        raise ConfigError(f"--plot {path}: give the name an ending that says the format: {', '.join(sorted(FORMATS))}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no such directory")
 
 
 _HEADINGS = {
@@ -208,7 +216,7 @@ def answer(profile: Profile, question: Question) -> Row:
         ((_seconds(halved, cluster, _rules(each, question)), each) for each in _sizes(halved, question, per_byte)),
         key=lambda found: found[0],
     )
-    ddp = _seconds(profile, _cluster(question, 0, question.overhead), ddp_rules())
+    ddp = _seconds(halved, _cluster(question, 0, question.overhead), ddp_rules())
     return {
         "workers": question.workers,
         "servers": servers,

@@ -12,6 +12,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ..core.errors import ConfigError
 
+#: The endings of names of files that can be drawn.
+FORMATS = frozenset(Figure().canvas.get_supported_filetypes())
+
 #: Key in a row, name, colour, marker.
 _LINES = (
     ("ddp", "PyTorch DDP", "#999999", "s"),

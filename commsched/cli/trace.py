@@ -27,7 +27,9 @@ class _Layer:
     """The partitions that begin in one tensor, by step. Times are milliseconds from the beginning of the step."""
 
     name: str
-    nbytes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    nbytes: dict[int, dict[int, int]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # and by partition: it may be two tasks
     ready: dict[int, float] = field(default_factory=dict)
     sent: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
@@ -60,7 +62,7 @@ def summarise(path: Path, rank: int | None = None, as_json: bool = False) -> int
         "last_step": numbers[-1],
         "step_ms": median(steps[main, step]["dur"] / 1e3 for step in whole),
         "layers": _layers(own, steps),
-        "waits": _waits(own, whole),
+        "waits": _waits(own, [steps[main, step] for step in whole]),
     }
     if as_json:
         say_result(json.dumps(found, indent=2))
@@ -112,7 +114,7 @@ def _layers(events: Sequence[_Event], steps: Mapping[tuple[int, int], _Event]) -
         begins, ends = ((event["ts"] + more - step["ts"]) / 1e3 for more in (0.0, event["dur"]))
         if event["cat"] == "queue":
             layer.partitions.add(args["partition"])
-            layer.nbytes[number] += args["bytes"]
+            layer.nbytes[number][args["partition"]] = args["bytes"]
             layer.ready[number] = min(begins, layer.ready.get(number, begins))
             if "needed_ms_after_ready" in args:
                 needed = begins + args["needed_ms_after_ready"]
@@ -124,7 +126,7 @@ def _layers(events: Sequence[_Event], steps: Mapping[tuple[int, int], _Event]) -
         {
             "name": layer.name,
             "group": group,
-            "bytes": max(layer.nbytes.values(), default=0),
+            "bytes": max((sum(each.values()) for each in layer.nbytes.values()), default=0),
             "partitions": len(layer.partitions),
             **{
                 f"{what}_ms": median(times.values()) if times else None
@@ -140,15 +142,15 @@ def _layers(events: Sequence[_Event], steps: Mapping[tuple[int, int], _Event]) -
     ]
 
 
-def _waits(events: Sequence[_Event], steps: Sequence[int]) -> list[dict[str, Any]]:
-    """The waits of the engine by tensor, in milliseconds of a step, the longest first."""
-    counted = set(steps)
+def _waits(events: Sequence[_Event], steps: Sequence[_Event]) -> list[dict[str, Any]]:
+    """The waits of the engine by tensor, in milliseconds of one of ``steps``, the longest first."""
+    begin, end = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
     waited: defaultdict[str, float] = defaultdict(float)
     for event in events:
-        if event["cat"] == "wait" and event["args"].get("step") in counted:
+        if event["cat"] == "wait" and begin <= event["ts"] < end:  # in whichever group: its steps have other numbers
             waited[event["name"]] += event["dur"] / 1e3
     longest = sorted(waited.items(), key=lambda item: -item[1])
-    return [{"name": name, "ms": total / len(counted)} for name, total in longest]
+    return [{"name": name, "ms": total / len(steps)} for name, total in longest]
 
 
 def _table(found: Mapping[str, Any]) -> list[str]:

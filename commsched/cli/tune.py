@@ -16,7 +16,7 @@ from typing import IO, Any
 from ..core.errors import ConfigError
 from ..core.standard_streams import say_error
 from ..settings import Budget, Settings
-from ..tuner.job import journal_path
+from ..tuner.job import journal_path, require_writable
 from ..tuner.result import Verdict, milliseconds, size
 from ..tuner.searchers import make_searcher
 from ..tuner.space import Space, fixed_by
@@ -57,6 +57,7 @@ def require_tunable(ranks: int, settings: Settings) -> None:
         )
     if not result.path.parent.is_dir():
         raise ConfigError(f"--out {result.path}: directory {result.path.parent} does not exist")
+    require_writable(result.path, f"--out {result.path}")
     result.read()
     if result.verdict is not None and result.verdict.finished and result.path.exists():
         raise ConfigError(
@@ -219,8 +220,9 @@ class _Result:
 
     def __init__(self, settings: Settings, end: IO[bytes] | None = None) -> None:
         assert settings.tune_out is not None
-        self.path = Path(settings.tune_out)
-        self.journal = journal_path(settings.tune_out)
+        here, path = Path.cwd(), Path(settings.tune_out)
+        self.path = path.relative_to(here) if path.is_relative_to(here) else path  # as messages show it
+        self.journal = journal_path(str(self.path))
         self._budget = settings.tune or Budget()
         self._searches: dict[str, Table] = {}  # by key, as JSON
         self._last: Table | None = None  # the search of the journal's last line
@@ -267,7 +269,7 @@ class _Result:
             return
         try:
             lines = self.read()
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             self._is_unreadable = True
             say_error(f"commsched: no further trials are shown: {error}")
             return
@@ -282,7 +284,7 @@ class _Result:
         call.
 
         Raises:
-            ConfigError: the file is no journal.
+            ConfigError: the file is no journal, or cannot be read.
         """
         try:
             with self.journal.open("rb") as file:
@@ -290,6 +292,8 @@ class _Result:
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise ConfigError(f"{self.journal} cannot be read: {error.strerror}") from error
         self._offset += len(whole) + len(newline)
         lines = []
         for text in whole.splitlines():
@@ -314,9 +318,9 @@ class _Result:
 
     def _stamp(self) -> tuple[int, int] | None:
         """A stamp of the tuned file, which differs after each writing, since that replaces the file by a new one. None if there
-        is no file."""
+        is no file, or it cannot be asked for."""
         try:
             status = self.path.stat()
-        except FileNotFoundError:
+        except OSError:
             return None
         return status.st_ino, status.st_mtime_ns

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from ..core.core import Core
@@ -145,3 +146,20 @@ def require_possible(settings: Settings, core: Core) -> None:
         raise ConfigError(f"tune_out={settings.tune_out!r}: there is no such directory")
     if Path(settings.tune_out) == journal_path(settings.tune_out):
         raise ConfigError(f"tune_out={settings.tune_out!r} is the name of its journal; write it like tuned.toml")
+    require_writable(Path(settings.tune_out), f"tune_out={settings.tune_out!r}")
+
+
+def require_writable(result: Path, label: str) -> None:
+    """Require that ``result`` and its journal can be written. Neither is created or changed. Raises ConfigError, which begins
+    with ``label``."""
+    journal = journal_path(str(result))
+    for path in (result, journal):
+        if path.is_dir():
+            raise ConfigError(f"{label}: {path} is a directory")
+    try:
+        if journal.exists():
+            journal.open("ab").close()
+        with NamedTemporaryFile(dir=result.parent, prefix=f"{result.name}."):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{label} cannot be written: {error_text(error)}") from error

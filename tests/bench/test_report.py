@@ -186,6 +186,10 @@ def test_a_sentence_five_columns_and_a_bar_of_each_system_come_first(tmp_path):
         ({"speedup_vs_ddp": 1.004}, ["commsched is as fast as DDP (1.00 times); 1.67 times is possible."]),
         ({"speedup_vs_ddp": 0.9, "possible_speedup_vs_ddp": 1.01}, ["0.90 times as fast as DDP; nothing was to be gained."]),
         ({"possible_speedup_vs_ddp": None}, ["commsched is 1.54 times as fast as DDP."]),
+        (
+            {"speedup_vs_ddp_tuned": 1.28},
+            ["1.54 times as fast as DDP, and 1.28 times as fast as DDP with tuned buckets; 1.67 times"],
+        ),
         ({"max_difference": 0.5}, ["WRONG here: its time means nothing."]),
         ({"speedup_vs_ddp": None}, []),
     ],
@@ -194,6 +198,32 @@ def test_the_sentence_says_no_more_than_is_known(tmp_path, changes, said):
     found = summary(make(tmp_path, [row(**changes)])[0])[0]
     assert len(found) == len(said)
     assert all(words in sentence for words, sentence in zip(said, found))
+
+
+def test_the_sentence_is_about_the_middle_one_of_several_rows(tmp_path):
+    medians = {ratio: {"median": 0.2 / ratio, "low": None, "high": None} for ratio in (1.1, 1.5, 1.3)}
+    rows = [row(speedup_vs_ddp=ratio, step_seconds=seconds) for ratio, seconds in medians.items()]
+    assert "1.30 times as fast as DDP" in summary(make(tmp_path, rows)[0])[0][0]
+
+
+def test_rows_of_the_same_sizes_are_a_pair_whatever_their_measured_rho(tmp_path):
+    """Two sizes of a sweep differ in time and in nothing else; rho is measured anew."""
+
+    def rows(name, *rhos):
+        sizes = zip(("partition 1 MB", "partition 4 MB"), (0.8, 1.0), rhos)
+        found = [
+            row(config=config, rho=rho, step_seconds={"median": median, "low": median, "high": median})
+            for config, median, rho in sizes
+        ]
+        return write(tmp_path / name, found)
+
+    out = tmp_path / "out.html"
+    files = [str(rows("before.json", 1.01, 1.03)), str(rows("after.json", 1.031, 1.009))]
+    assert bench_main.main(["report", *files, "--compare", "--out", str(out)]) == 0
+    table = re.search(r'<table class="rows pairs">(.*?)</table>', out.read_text(), re.DOTALL)[1]
+    found = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in table.split("<tr>")[2:]]
+    assert [cells[1].rpartition(", ")[2] for cells in found] == ["partition 1 MB", "partition 4 MB"]
+    assert [cells[2:4] for cells in found] == [["800.0", "800.0"], ["1000.0", "1000.0"]]
 
 
 def test_without_exposed_times_there_is_no_bar(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from commsched.cli import launch, server
-from commsched.cli.main import _COMMANDS, main
+from commsched.cli.main import _COMMANDS, _environ, main
 from commsched.settings import Settings
 from commsched.transports import users_of
 
@@ -172,6 +172,22 @@ def test_every_rank_has_the_settings_given(monkeypatch: pytest.MonkeyPatch, opti
     monkeypatch.setattr(launch, "run", run)
     assert main(["run", "-n", "2", option, value, "--", sys.executable]) == 0
     assert environs[0][name] == value
+
+
+def test_files_are_named_from_where_the_job_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A script may change its directory before it joins the job."""
+    monkeypatch.chdir(tmp_path)
+    for variable, path in (("CONFIG", "job.toml"), ("TOKEN_FILE", "../token"), ("CERTIFICATES", "/etc/certs")):
+        monkeypatch.setenv(f"COMMSCHED_{variable}", path)
+    environ = _environ({"trace": "traces", "wire": "none"})
+    found = {name: environ[f"COMMSCHED_{name}"] for name in ("CONFIG", "TOKEN_FILE", "CERTIFICATES", "TRACE", "WIRE")}
+    assert found == {
+        "CONFIG": f"{tmp_path}/job.toml",
+        "TOKEN_FILE": f"{tmp_path.parent}/token",
+        "CERTIFICATES": "/etc/certs",
+        "TRACE": f"{tmp_path}/traces",
+        "WIRE": "none",
+    }
 
 
 def test_the_help_of_each_option_names_its_default(capsys: pytest.CaptureFixture[str]) -> None:

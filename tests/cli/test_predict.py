@@ -56,7 +56,11 @@ def test_the_rows_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "m.json").write_text(json.dumps(PROFILE))
     arguments = ["predict", "--model", str(tmp_path / "m.json"), "--workers", "2", "--bandwidth", "1gbit"]
     assert main([*arguments, "--plot", str(tmp_path / "plot.xyz")]) == 2
-    assert f"--plot {tmp_path}/plot.xyz: " in capsys.readouterr().err
+    out, said = capsys.readouterr()
+    assert f"--plot {tmp_path}/plot.xyz: give the name an ending that says the format: " in said
+    assert main([*arguments, "--plot", str(tmp_path / "nowhere" / "plot.svg")]) == 2
+    out += capsys.readouterr().out
+    assert out == ""  # it is refused before anything is simulated
 
 
 def test_without_matplotlib_the_plot_has_its_pip_line(
@@ -85,7 +89,7 @@ def test_clipping_16_bits_and_servers_change_the_bound_as_they_should(
     [plain] = rows(tmp_path, capsys, PROFILE)
     [halved] = rows(tmp_path, capsys, PROFILE, "--wire16")
     assert halved["bound"] == pytest.approx(1e3 * lower_bound([0.010] * 10, [0.020] * 10, [0.020] * 10))
-    assert halved["ddp"] == plain["ddp"]
+    assert halved["ddp"] < plain["ddp"]  # it has a hook for that
     [clipped] = rows(tmp_path, capsys, PROFILE, "--clip")
     assert clipped["bound"] >= plain["bound"] * (1 - 1e-9)
     assert clipped["commsched"] >= clipped["bound"] * (1 - 1e-9)

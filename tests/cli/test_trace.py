@@ -73,6 +73,44 @@ def test_a_layer_is_one_row_although_its_last_piece_has_a_bias_behind_it(
     assert layer["done_ms"] == pytest.approx(60.0)
 
 
+def test_a_partition_of_two_tasks_has_its_bytes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A reduce-scatter and an all-gather, say."""
+    observer = TraceObserver(tmp_path, 0)
+    observer.add_group(0, MANIFEST)
+    for step in range(3):
+        begin = 10.0 + 0.1 * step
+        observer.on_step(0, step, begin)
+        for collective, at in (("reduce_scatter", 0.01), ("all_gather", 0.03)):
+            task = CommTask(0, step, Partition(0, "float32", 0, 500_000, (0,)), None, collective)
+            task.ready_at, task.started_at, task.sent_at, task.done_at = (begin + at + more for more in (0.0, 0.0, 0.01, 0.02))
+            observer.on_task(task)
+    observer.close()
+    merge(tmp_path)
+    assert main(["trace", str(tmp_path), "--json"]) == 0
+    [layer] = json.loads(capsys.readouterr().out)["layers"]
+    assert (layer["bytes"], layer["partitions"]) == (500_000, 1)
+    assert [layer[f"{what}_ms"] for what in ("ready", "done")] == pytest.approx([10.0, 50.0])
+
+
+def test_the_waits_of_a_step_are_those_of_its_time_whatever_group_they_belong_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The group of the fewer steps has more tensors, so a wait belongs to one of its steps."""
+    observer = TraceObserver(tmp_path, 0)
+    observer.add_group(0, MANIFEST)
+    observer.add_group(1, Manifest((TensorSpec("critic", (250_000,), "float32"),)))
+    for step in range(12):
+        begin = 10.0 + 0.1 * step
+        observer.on_step(1, step, begin)
+        if step % 3 == 0:
+            observer.on_step(0, step // 3, begin + 0.05)
+        observer.on_span("wait", "critic", begin + 0.06, begin + 0.08)
+    observer.close()
+    merge(tmp_path)
+    assert main(["trace", str(tmp_path)]) == 0
+    assert "100.0 ms each, of which the engine waits 20.0 ms" in capsys.readouterr().out
+
+
 def test_a_rank_may_be_chosen_and_json_has_the_same(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(directory / "trace.json"), "--rank", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -93,7 +93,7 @@ def test_the_trials_the_verdict_and_how_to_use_it(run_job: RunJob, capsys: pytes
     assert tuning == {
         "COMMSCHED_RATE": "200mbit",
         "COMMSCHED_TUNE": "90s",
-        "COMMSCHED_TUNE_OUT": "tuned.toml",
+        "COMMSCHED_TUNE_OUT": str(Path("tuned.toml").absolute()),  # a script may change its directory
         "COMMSCHED_TUNE_BY": "grid",
         "COMMSCHED_TUNE_POLICIES": "priority,fifo",
     }
@@ -339,6 +339,19 @@ def test_what_is_no_journal_is_one_line(capsys: pytest.CaptureFixture[str], text
     assert said == "tuned.jsonl is not a journal of tuning; remove it, or give --out another name"
 
 
+@pytest.mark.parametrize("name", ["tuned.toml", "tuned.jsonl"])
+def test_a_result_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    Path(name).mkdir()
+    said = refused(capsys, "-n", "2", "--out", "tuned.toml", "--by", "grid")
+    assert said == f"--out tuned.toml: {name} is a directory"
+    assert os.listdir() == [name]
+
+
+def test_a_directory_that_cannot_be_written_to_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "-n", "2", "--out", "/proc/tuned.toml", "--by", "grid")
+    assert said.startswith("--out /proc/tuned.toml cannot be written: ")
+
+
 def test_a_journal_that_becomes_unreadable_is_said_once_and_the_job_s_exit_code_counts(
     run_job: RunJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,9 +361,19 @@ def test_a_journal_that_becomes_unreadable_is_said_once_and_the_job_s_exit_code_
             file.write("no JSON\n")
         return 7
 
+    def other_job(_: dict[str, str]) -> int:
+        os.remove("tuned.jsonl")
+        os.mkdir("tuned.jsonl")
+        return 7
+
     run_job(job)
     assert commsched_tune() == 7
     assert capsys.readouterr().err.count("no further trials are shown: tuned.jsonl is not a journal of tuning") == 1
+    os.remove("tuned.jsonl")
+    write(None, TRIALS[:1])
+    run_job(other_job)
+    assert commsched_tune() == 7
+    assert capsys.readouterr().err.count("no further trials are shown: tuned.jsonl cannot be read: Is a directory") == 1
 
 
 def test_one_thing_to_choose_is_enough(run_job: RunJob) -> None:
