@@ -208,7 +208,10 @@ def _text(value: object, key: str) -> str:
 
 def parse_path(value: object, key: str) -> str:
     """A path, made absolute: a script may change its directory before a file is opened."""
-    return os.path.abspath(str(value))
+    try:
+        return os.path.abspath(str(value))
+    except FileNotFoundError:
+        raise ConfigError(f"{key}={value!r}: this process is in a directory that is gone; write the whole path") from None
 
 
 @dataclass(frozen=True, slots=True)

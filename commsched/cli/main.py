@@ -470,10 +470,12 @@ def _startable(command: Sequence[str]) -> list[str]:
 def _environ(options: Mapping[str, str]) -> dict[str, str]:
     """The environment of the ranks to come. Files are named from here, wherever the script goes before it joins the job."""
     environ = {**os.environ, **{f"COMMSCHED_{name.upper()}": value for name, value in options.items()}}
-    files = [f"COMMSCHED_{f.name.upper()}" for f in fields(Settings) if f.metadata.get("parse") is parse_path]
-    for variable in (*files, "COMMSCHED_CONFIG"):
-        if environ.get(variable):
-            environ[variable] = os.path.abspath(environ[variable])
+    settings = Settings.load(options, os.environ)
+    for name in (f.name for f in fields(Settings) if f.metadata.get("parse") is parse_path):
+        if (path := getattr(settings, name)) is not None:
+            environ[f"COMMSCHED_{name.upper()}"] = path
+    if config := environ.get("COMMSCHED_CONFIG"):
+        environ["COMMSCHED_CONFIG"] = parse_path(config, "COMMSCHED_CONFIG")
     return environ
 
 

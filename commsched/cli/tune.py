@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from ..core.errors import ConfigError
 from ..core.standard_streams import say_error
-from ..settings import Budget, Settings
+from ..settings import Budget, Settings, parse_path
 from ..tuner.job import journal_path, require_writable
 from ..tuner.result import Verdict, milliseconds, size
 from ..tuner.searchers import make_searcher
@@ -220,8 +220,8 @@ class _Result:
 
     def __init__(self, settings: Settings, end: IO[bytes] | None = None) -> None:
         assert settings.tune_out is not None
-        here, path = Path.cwd(), Path(settings.tune_out)
-        self.path = path.relative_to(here) if path.is_relative_to(here) else path  # as messages show it
+        path, here = Path(settings.tune_out), Path(parse_path(".", "--out"))
+        self.path = path.relative_to(here) if here in path.parents else path  # as messages show it
         self.journal = journal_path(str(self.path))
         self._budget = settings.tune or Budget()
         self._searches: dict[str, Table] = {}  # by key, as JSON

@@ -108,7 +108,7 @@ class Core:
         self._duplicates = Duplicates(transport.world_size)
         self._waits: list[Callable[[], Wait]] = []  # the current waits of engine threads
         self._draining = 0  # how many of them wait for tasks that need not be the last of a tensor
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come here in a thread that holds it: see wait_for
         self._wakes: SimpleQueue[None] = (
             SimpleQueue()
         )  # the dispatcher waits for an item; a Condition costs several times as much
@@ -231,7 +231,7 @@ class Core:
     def reserve_group(self) -> SchedulerConfig:
         """Return the configuration to cut the next group by. Every later change includes that group, even if it is agreed on
         before the group is added. Waits while a change is being agreed on, since that change may not include the group."""
-        with self._lock:
+        with self._lock_to_wait():
             self._wait_until(
                 lambda: not self._changes.is_holding, lambda: Wait("for a change of configuration to be agreed on")
             )
@@ -304,7 +304,7 @@ class Core:
     def raise_cause(self, error: CommschedError) -> NoReturn:
         """Report ``error``, and raise the failure of the job."""
         self._report(error)
-        with self._lock:
+        with self._lock_to_wait():
             self._wait_until(lambda: False, lambda: Wait("to learn why the job failed"))
         raise error  # never: the wait ends by raising the failure
 
@@ -360,7 +360,7 @@ class Core:
             self._last_steps[group.index] = group.next_step
 
     def begin_step(self, group: TensorGroup) -> int:
-        with self._lock:
+        with self._lock_to_wait():
             self._wait_until(
                 lambda: group.is_between_steps and not self._changes.is_held(group),
                 lambda: self._wait_for_step(group, f"to begin step {group.next_step}"),
@@ -463,7 +463,7 @@ class Core:
 
     def wait_for(self, proxy: DependencyProxy) -> None:
         began = monotonic()
-        with self._lock:
+        with self._lock_to_wait():
             self._wait_until(lambda: proxy.is_open, lambda: self._wait_for_proxy(proxy))
         for observer in self.observers:
             observer.on_span("wait", proxy.name, began, monotonic())
@@ -492,13 +492,13 @@ class Core:
 
     def drain(self) -> None:
         """Wait until every task that became ready is done, but for those stuck in a static order behind one that is not."""
-        with self._lock:
+        with self._lock_to_wait():
             self._wait_until(lambda: not self._is_moving(), self._wait_for_last, drains=True)
             devices = list(self._kernels.values())
         for kernels in devices:
             kernels.settle()
         if devices:
-            with self._lock:  # a copy may have failed
+            with self._lock_to_wait():  # a copy may have failed
                 self._wait_until(lambda: not self._reported, lambda: Wait("to learn why the job failed"))
 
     def _is_moving(self) -> bool:
@@ -717,7 +717,7 @@ class Core:
         self._transport.leave(self._transport.rank)
 
     def _report_leave(self, agreement: AgreedOrder) -> None:
-        with self._lock:
+        with self._lock_to_wait():
             # This rank never completes a step that was broken off here.
             steps = {index: group.step if group.unfinished else group.next_step for index, group in self._groups.items()}
             steps |= self._last_steps
@@ -901,7 +901,7 @@ class Core:
     def leave_in_child(self) -> None:
         """Make every wait and call raise ClosedError in a forked process, where no thread starts or completes tasks. The locks
         are replaced because threads that do not exist in the child may hold them."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come here in a thread that holds it: see wait_for
         self._wakes = SimpleQueue()
         self._progress = threading.Condition(self._lock)
         self._failure = ClosedError(FORKED)
@@ -912,6 +912,16 @@ class Core:
             raise self._failure
         if self._closed:
             raise ClosedError("this session is closed")
+
+    def _lock_to_wait(self) -> threading.RLock:
+        """The lock, for a wait. A signal handler or a finalizer may have interrupted its thread while that had the lock and
+        changed what the lock guards: it cannot wait there. Raises UnsupportedError."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # Condition relies on it, too
+            raise UnsupportedError(
+                "a signal handler or a finalizer waits for commsched, but has interrupted its thread within commsched: let it "
+                "note what is to be done, and do that in the training loop"
+            )
+        return self._lock
 
     def _wait_until(self, condition: Callable[[], bool], wait: Callable[[], Wait], drains: bool = False) -> None:
         """Called with the lock held. Raises the failure instead of waiting for ever. ``drains`` means that the wait does not

@@ -19,6 +19,19 @@ def device_kinds() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(backends.__path__))
 
 
+def model_of(name: str) -> str:
+    """The model of the device ``name``: devices of the same one compute alike. Empty for the host, whose processor counts, and
+    for a device that is not to be had."""
+    kind, _, number = name.partition(":")
+    if kind not in device_kinds() or not (number or "0").isdecimal():
+        return ""
+    try:
+        model: str = import_module(f"{backends.__name__}.{kind}").model_of(int(number or 0))
+    except ConfigError:  # whoever needs the device opens it, and says so
+        return ""
+    return model
+
+
 def open_device(name: str) -> Device:
     """Open the device ``name``: a kind, and the number of the device where there are several, as in ``cuda:1``. Without a
     number it is 0.

@@ -35,6 +35,7 @@ from ..core.errors import ConfigError, error_text
 from ..core.interfaces import OnFailure
 from ..core.manifest import Manifest
 from ..core.world import World
+from ..devices import model_of
 from ..net.tls import identity_of
 from ..settings import Settings, SettingsKeywords
 from ..transports import load_backend, require_transport, without_effect
@@ -166,7 +167,7 @@ def _open_joined(
             hosts = _meet_on_network(control, settings, name, host)
             if trace is not None:
                 trace.about = _about(world, settings, name, hosts)
-            check_weights = steps_between_comparisons(settings, world.rank, control.gather_next)
+            check_weights = steps_between_comparisons(settings, world.rank, control.gather_next, device)
             if settings.tuned is not None and world.rank == 0:
                 # The tensors are checked when they are registered.
                 described = describe_transport(name, settings), describe_link(host, settings.rate)
@@ -327,19 +328,20 @@ def processor_kind() -> str:
     return hashlib.sha256(repr([fields.get(name) for name in _CHOOSES_KERNELS]).encode()).hexdigest()[:16]
 
 
-def steps_between_comparisons(settings: Settings, rank: int, gather: Callable[[Any], list[Any]]) -> int:
-    """The value of ``check_weights`` for all ranks: 0 if processors differ, unless the user has set it. Collective.
+def steps_between_comparisons(settings: Settings, rank: int, gather: Callable[[Any], list[Any]], device: str = "cpu") -> int:
+    """The value of ``check_weights`` for all ranks: 0 if processors, or the models of their ``device``, differ, unless the user
+    has set it. Collective.
 
     Weights are compared bit by bit, so ranks that round differently would end a job that trains well.
     """
-    kinds = gather(processor_kind())
+    kinds = gather([processor_kind(), device.partition(":")[0], model_of(device)])
     unlike = next((other for other, kind in enumerate(kinds) if kind != kinds[0]), None)
     if unlike is None or not settings.check_weights or "check_weights" in settings.given:
         return settings.check_weights
     if rank == 0:
         log.warning(
-            "weights are not compared between ranks, since the processors of ranks 0 and %d are of different kinds and may "
-            "round updates differently; check_weights=%d compares them all the same",
+            "weights are not compared between ranks, since the processors or devices of ranks 0 and %d are of different kinds "
+            "and may round updates differently; check_weights=%d compares them all the same",
             unlike,
             settings.check_weights,
         )

@@ -39,7 +39,7 @@ def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_seconds
     """
     ends: SimpleQueue[_End[T]] = SimpleQueue()
     threads = {
-        rank: threading.Thread(target=_run_rank, args=(ends, rank, fn, args), name=f"commsched-rank-{rank}", daemon=True)
+        rank: threading.Thread(target=_run_rank, args=(ends, rank, fn, args), name=f"rank-{rank}", daemon=True)
         for rank in range(world_size)
     }
     for thread in threads.values():

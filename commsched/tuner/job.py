@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -153,12 +154,13 @@ def require_writable(result: Path, label: str) -> None:
     """Require that ``result`` and its journal can be written. Neither is created or changed. Raises ConfigError, which begins
     with ``label``."""
     journal = journal_path(str(result))
-    for path in (result, journal):
-        if path.is_dir():
-            raise ConfigError(f"{label}: {path} is a directory")
     try:
-        if journal.exists():
-            journal.open("ab").close()
+        for path in (result, journal):
+            if path.is_dir():
+                raise ConfigError(f"{label}: {path} is a directory")
+        # Not opened: to close it would give up the lock that another session of this process may have on it.
+        if journal.exists() and not os.access(journal, os.W_OK):
+            raise ConfigError(f"{label}: {journal} cannot be written")
         with NamedTemporaryFile(dir=result.parent, prefix=f"{result.name}."):
             pass
     except OSError as error:

@@ -179,10 +179,12 @@ def test_files_are_named_from_where_the_job_is_started(monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     for variable, path in (("CONFIG", "job.toml"), ("TOKEN_FILE", "../token"), ("CERTIFICATES", "/etc/certs")):
         monkeypatch.setenv(f"COMMSCHED_{variable}", path)
+    (tmp_path / "job.toml").write_text('rendezvous = "../place.json"')
     environ = _environ({"trace": "traces", "wire": "none"})
-    found = {name: environ[f"COMMSCHED_{name}"] for name in ("CONFIG", "TOKEN_FILE", "CERTIFICATES", "TRACE", "WIRE")}
-    assert found == {
+    names = ("CONFIG", "RENDEZVOUS", "TOKEN_FILE", "CERTIFICATES", "TRACE", "WIRE")
+    assert {name: environ[f"COMMSCHED_{name}"] for name in names} == {
         "CONFIG": f"{tmp_path}/job.toml",
+        "RENDEZVOUS": f"{tmp_path.parent}/place.json",
         "TOKEN_FILE": f"{tmp_path.parent}/token",
         "CERTIFICATES": "/etc/certs",
         "TRACE": f"{tmp_path}/traces",

@@ -4,12 +4,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
 
 from commsched.core.core import Core
-from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, TransportError
+from commsched.core.errors import ClosedError, CommschedError, ConfigError, PeerLost, TransportError, UnsupportedError
 from commsched.core.group import TensorGroup
 from commsched.core.interfaces import Completion, Observer
 from commsched.core.manifest import Manifest, TensorSpec
@@ -873,6 +874,19 @@ def test_close_ends_the_dispatcher_and_every_wait(world: World) -> None:
     core.close()
 
 
+def test_who_has_interrupted_a_thread_within_the_core_does_not_wait_there(world: World) -> None:
+    """A signal handler, or a finalizer: it would wait for the lock of its own thread, or for what that is about to do."""
+    group = world.add_group()
+    group.begin_step()
+
+    def interrupted(wait: Callable[[], object]) -> None:
+        with world.core._lock, pytest.raises(UnsupportedError, match="has interrupted its thread within commsched"):
+            wait()
+
+    for wait in (group.proxies[0].wait, world.core.drain, group.begin_step, world.core.reserve_group):
+        in_thread(partial(interrupted, wait)).result(60)
+
+
 def test_a_failure_after_close_is_nobodys_business(world: World) -> None:
     world.core.close()
     world.core.fail(PeerLost("rank 1 is gone"))
@@ -888,8 +902,7 @@ def test_a_long_wait_says_what_it_waits_for(world: World) -> None:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if lock_is_free := world.core._lock.acquire(timeout=60):
-                world.core._lock.release()
+            lock_is_free = not world.core._lock._is_owned()
             seen.append((record.getMessage(), lock_is_free))
             said.set()
 

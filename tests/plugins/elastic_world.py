@@ -94,7 +94,7 @@ class _World(Generic[T]):
         member = len(self._threads)
         self._generations.wanted(member, rank, time.monotonic())
         self._generations.started(member, time.monotonic())
-        thread = threading.Thread(target=self._member, args=(member,), name=f"commsched-member-{member}", daemon=True)
+        thread = threading.Thread(target=self._member, args=(member,), name=f"member-{member}", daemon=True)
         self._threads.append(thread)
         thread.start()
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import commsched
 from commsched.core.errors import CommschedError, ConfigError, ManifestMismatch, TransportError, UnsupportedError
+from commsched.core.group import DependencyProxy
 from commsched.core.interfaces import Transport
 from commsched.core.scheduler import SchedulerConfig
 from commsched.core.task import CommTask
@@ -215,6 +216,32 @@ def test_evaluation_between_steps_updates_nothing_twice() -> None:
             for _ in range(3):
                 network.forward(make_batch(9, step, 2)[0])
 
+    same_as_plain(loop)
+
+
+def test_a_signal_handler_that_runs_forward_while_an_update_is_awaited_updates_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handling = threading.local()
+    waited = DependencyProxy.wait
+
+    def interrupted_wait(proxy: DependencyProxy, *arguments: Any) -> None:
+        network = getattr(handling, "network", None)
+        if network is not None:
+            handling.network = None
+            network.forward(np.ones((1, FEATURES)))
+            handling.network = network
+        waited(proxy, *arguments)
+
+    def loop(network: Network, optimizer: SGD | ScheduledOptimizer) -> None:
+        for step in range(4):
+            train(network, optimizer, [make_batch(0, step, 2)])
+            if isinstance(optimizer, ScheduledOptimizer):
+                handling.network = network
+                optimizer.synchronize() if step == 2 else network.forward(make_batch(9, step, 2)[0])
+                handling.network = None
+
+    monkeypatch.setattr(DependencyProxy, "wait", interrupted_wait)
     same_as_plain(loop)
 
 

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,7 +141,7 @@ def test_a_timeline_tells_the_settings_that_a_user_gave_as_they_are_written(tmp_
 # --- weights are compared bit by bit only where ranks compute alike, or where the user asks for it ---
 
 UNLIKE = (
-    "weights are not compared between ranks, since the processors of ranks 0 and 2 are of different kinds and may "
+    "weights are not compared between ranks, since the processors or devices of ranks 0 and 2 are of different kinds and may "
     "round updates differently; check_weights=100 compares them all the same"
 )
 
@@ -154,6 +155,21 @@ def test_ranks_on_unlike_processors_do_not_and_rank_0_says_so(caplog: pytest.Log
     steps = [steps_between_comparisons(Settings(), rank, lambda kind: [kind, kind, "another"]) for rank in range(3)]
     assert steps == [0, 0, 0]
     assert caplog.messages == [UNLIKE]
+
+
+def test_so_do_ranks_on_unlike_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"cpu": "", "cuda:0": "one GPU", "cuda:1": "one GPU", "cuda:2": "another GPU"}
+    monkeypatch.setattr(commsched.session.opening, "model_of", models.__getitem__)
+
+    def steps(*devices: str) -> list[int]:
+        told: list[Any] = []
+        for device in devices:
+            steps_between_comparisons(Settings(), 1, lambda kind: told.append(kind) or [kind], device)
+        return [steps_between_comparisons(Settings(), 1, lambda kind: told, device) for device in devices]
+
+    assert steps("cuda:0", "cuda:1") == [100, 100]
+    assert steps("cuda:0", "cuda:2") == [0, 0]
+    assert steps("cuda:0", "cpu") == [0, 0]
 
 
 @pytest.mark.parametrize("wanted", [0, 7])

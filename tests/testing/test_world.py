@@ -11,7 +11,7 @@ def test_results_come_in_rank_order_from_named_threads() -> None:
     def fn(rank: int, word: str) -> tuple[int, str, str]:
         return rank, word, threading.current_thread().name
 
-    assert run_world(3, fn, "x") == [(rank, "x", f"commsched-rank-{rank}") for rank in range(3)]
+    assert run_world(3, fn, "x") == [(rank, "x", f"rank-{rank}") for rank in range(3)]
 
 
 def test_ranks_run_at_the_same_time() -> None:
@@ -75,7 +75,7 @@ def test_a_rank_that_hangs_is_named_with_where_it_stands() -> None:
         run_world(2, stand_at_the_gate, timeout_seconds=1.0)
     release.set()
     said = str(raised.value)
-    assert said.startswith("not every rank ended within 1 s\nrank 1 still runs (commsched-rank-1), at:\n")
+    assert said.startswith("not every rank ended within 1 s\nrank 1 still runs (rank-1), at:\n")
     assert "in stand_at_the_gate" in said
     assert "rank 0 still runs" not in said
 
@@ -92,7 +92,7 @@ def test_an_exception_is_raised_though_another_rank_hangs(monkeypatch: pytest.Mo
     with pytest.raises(KeyError, match="cause") as raised:
         run_world(2, fn)
     release.set()
-    assert raised.value.__notes__[1].startswith("rank 1 still runs (commsched-rank-1), at:\n")
+    assert raised.value.__notes__[1].startswith("rank 1 still runs (rank-1), at:\n")
 
 
 def test_no_thread_is_left() -> None:

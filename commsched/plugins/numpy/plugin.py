@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import monotonic
 from typing import Any, cast
@@ -31,6 +31,7 @@ from ...devices import open_device
 from ..common.collectives import register_flat, require_same_owner
 from ..common.device_copies import to_host
 from ..common.undo import COPIED_AHEAD, Undo
+from ..common.waits import require_may_wait
 from ..common.weights_check import WeightsCheck, digest_of, number_in
 from .elastic import ElasticPart
 from .engine import SGD, Network
@@ -141,7 +142,8 @@ class ScheduledOptimizer:
             CommschedError: the session failed.
         """
         for index in sorted(self._due):
-            self._update(index)
+            if index in self._due:  # else a signal handler has made it
+                self._update(index)
 
     @property
     def elastic_part(self) -> ElasticPart:
@@ -178,7 +180,9 @@ class ScheduledOptimizer:
         self._check = WeightsCheck(self._session, names, nbytes, f"weights{label}")
 
     def _allocate(self, parameters: list[NDArray[Any]], nbytes: int) -> tuple[NDArray[np.uint8], Buffer]:
-        flat = np.zeros_like(parameters[0], dtype=np.uint8, shape=(nbytes,))  # on the device of the parameters
+        device: Any = getattr(parameters[0], "device", None)
+        with device if hasattr(device, "__enter__") else nullcontext():  # cupy's zeros_like takes memory of the current one
+            flat = np.zeros_like(parameters[0], dtype=np.uint8, shape=(nbytes,))
         return flat, self._bytes_of(flat, "the gradients")
 
     def _begin_from_root(self) -> None:
@@ -239,6 +243,7 @@ class ScheduledOptimizer:
             yield
 
     def _update(self, index: int) -> None:
+        require_may_wait(f"layer {self._names[index]}, whose update is outstanding,")
         if self._undo is not None:
             proxies = [self._group.proxies[tensor] for tensor in self._tensors[index]]
             due = (layer for layer in (index, *self._due) if self._tensors[layer])
@@ -246,10 +251,17 @@ class ScheduledOptimizer:
             self._undo.copy_while(lambda: not all(proxy.is_open for proxy in proxies), layers)
         for tensor in self._tensors[index]:
             self._group.proxies[tensor].wait(self._stream())
-        if self._undo is not None:
-            self._undo.before_update([index] if self._tensors[index] else [])
+        optimizer = self._due.pop(index, None)
+        if optimizer is None:  # a signal handler has run forward during the wait
+            return
+        try:
+            if self._undo is not None:
+                self._undo.before_update([index] if self._tensors[index] else [])
+        except BaseException:  # out of memory, say
+            self._due[index] = optimizer
+            raise
         with self._span("update", index):
-            self._due.pop(index).update(index)
+            optimizer.update(index)
         if self._undo is not None:
             self._undo.after_update()
         for tensor in self._tensors[index]:

@@ -123,6 +123,11 @@ def refuse_wrapping(ours: Container[int]) -> None:
 _MOST_COMPARED_BYTES = 64 * 2**20
 
 
+def is_public(tensor: torch.Tensor) -> bool:
+    """Whether other processes may have the memory of ``tensor``. Memory of a device always counts as shared for torch."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_shared()
+
+
 def find_overlap(named: Mapping[str, torch.Tensor], trained: set[int]) -> tuple[str, str] | None:
     """Return the names of two tensors that may share bytes, so that an update of one changes the other, or None.
 

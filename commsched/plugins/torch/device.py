@@ -57,6 +57,10 @@ class Device:
         """Call ``notify``, with an event behind the work queued so far on the current stream. Never waits."""
         notify()
 
+    def require_no_capture(self, name: str) -> None:
+        """Called before the update of the parameter ``name`` is made by a reader. Raises UnsupportedError if that would not be
+        made now, but in each replay of a CUDA graph."""
+
     def copying(self) -> AbstractContextManager[object]:
         """Return a context for copies between host and device. They do not wait for the kernels of the training, and are done
         when the block ends."""
@@ -123,6 +127,13 @@ class Cuda(Device):
             raise UnsupportedError("backward is captured in a CUDA graph: gradients would be averaged once, not in each replay")
         notify(self._current_stream().record())
 
+    def require_no_capture(self, name: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"'{name}', whose update is outstanding, is read while a CUDA graph is captured: call optimizer.synchronize() "
+                "before the capture"
+            )
+
     def _arrived(self, proxies: Iterable[DependencyProxy]) -> None:
         is_usual = not self._several_streams and torch.cuda.current_stream(self._device) == self._stream
         stream = self._current_stream() if is_usual else None
@@ -159,8 +170,7 @@ class Cuda(Device):
     def digest(self, values: torch.Tensor, report: Callable[[int], None]) -> None:
         there = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
         there.copy_(digest_on_device(values), non_blocking=True)
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._current_stream().record()  # torch's would wait on device 0 in the watcher's thread, and open it
         self._watcher.call_after(event, lambda: report(int(there) % 2**64), self._failed)
 
     def _failed(self, error: Exception) -> None:

@@ -15,7 +15,7 @@ from weakref import ref
 
 import torch
 
-from ...core.errors import ClosedError
+from ...core.errors import ClosedError, UnsupportedError
 from ..common.step_flags import digest_of_record
 from .deferred import Deferred, Value, describe, is_number, value_of, weight
 from .guard import LATER, resolver_of, unguarded
@@ -129,6 +129,7 @@ class Edits:
     def __init__(self) -> None:
         self.are_compared = True  # False: compiled code may edit gradients, which is not recorded
         self._lock = threading.RLock()
+        self._applies = False
         self._edits: dict[int, list[Edit]] = {}  # by flag, in the order in which they were made
         self._outstanding: set[int] = set()  # the flags of gradients whose edits are not done yet
         self._log: list[Any] = []  # what all ranks must have in common exactly, as JSON values
@@ -192,17 +193,27 @@ class Edits:
         if not self._outstanding:
             return
         with self._lock:
+            if self._applies:
+                raise UnsupportedError(
+                    "a signal handler reads the model while the gradients are clipped or edited otherwise: let it note what is "
+                    "to be done, and do that in the training loop"
+                )
             alike: dict[tuple[Edit, ...], list[torch.Tensor]] = {}
             due = [slot for slot in slots if slot.flag in self._outstanding]
             for edit in dict.fromkeys(edit for slot in due for edit in self._edits[slot.flag]):
                 edit.wait()  # an interrupted wait (Ctrl-C) leaves all edits outstanding
-            for slot in due:
-                self._outstanding.remove(slot.flag)
-                alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)
-            with torch.inference_mode(False), torch.no_grad(), unguarded():
-                for edits, gradients in alike.items():
-                    for edit in edits:
-                        edit.apply(gradients)
+            self._applies = True
+            try:
+                for slot in due:
+                    if slot.flag in self._outstanding:  # else a signal handler has applied them during a wait
+                        self._outstanding.remove(slot.flag)
+                        alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)
+                with torch.inference_mode(False), torch.no_grad(), unguarded():
+                    for edits, gradients in alike.items():
+                        for edit in edits:
+                            edit.apply(gradients)
+            finally:
+                self._applies = False
 
     def digest(self) -> float:
         """A digest of what all ranks must have in common exactly; 0 if nothing was recorded."""

@@ -22,6 +22,7 @@ import torch
 import commsched
 
 from ...core.errors import ClosedError, CommschedError, UnsupportedError
+from ..common.waits import require_may_wait
 from .agreement import OwnSums, norm
 from .edits import AwaitedGradient, Edits
 from .guard import address, release, unguarded
@@ -641,6 +642,7 @@ class GradientExchange:
         """Wait until the average of ``slot`` is in ``slot.gradient``. Raises UnsupportedError if the gradient is read during
         backward, when its average cannot be complete, and ClosedError if the gradient is read in a forked process."""
         self._require_this_process()
+        require_may_wait(f"the gradient of '{slot.name}'")
         if self._round.is_open:
             if current_task() != -1:
                 if slot.state is GradientState.WAITING:

@@ -49,7 +49,9 @@ class RoundNorms:
 
     def __init__(self, norms: dict[tuple[TensorGroup, float], GroupNorms]) -> None:
         self._norms = norms
-        self._lock = threading.Lock()  # held while norms of the round are awaited, so that the next round begins after that
+        # Held while norms of the round are awaited, so that the next round begins after that. A signal handler may come here
+        # meanwhile.
+        self._lock = threading.RLock()
         self._kept: dict[tuple[TensorGroup, float], Any] = {}
         self._used: set[tuple[TensorGroup, float]] = set()
         self._values: WeakSet[Value] = WeakSet()  # those that somebody holds

@@ -20,8 +20,9 @@ import commsched
 
 from ...core.errors import ClosedError, ConfigError, TransportError, UnsupportedError, error_text
 from ..common.undo import COPIED_AHEAD, Undo
+from ..common.waits import require_may_wait
 from . import compiled
-from .checks import find_overlap, outside_of, require_optimizer_and_model, require_plain, sparse_weights
+from .checks import find_overlap, is_public, outside_of, require_optimizer_and_model, require_plain, sparse_weights
 from .compared import ComparedWeights, compared_keys, mean_loss
 from .device import init_for
 from .elastic import ElasticPart
@@ -211,8 +212,8 @@ class ScheduledOptimizer(Optimizer):
             self._await_updates(exchange.places.slots, keeps)
             if self._why_step_waits is not None:
                 with exchange.barrier.waiting(self._why_step_waits):
-                    if self._pending:
-                        self._copy_while_waiting(exchange, next(iter(self._pending.values())))
+                    if (first := next(iter(self._pending.values()), None)) is not None:
+                        self._copy_while_waiting(exchange, first)
                     exchange.wait_for_all()
                 self.synchronize()
             exchange.barrier.step_ended()
@@ -304,8 +305,8 @@ class ScheduledOptimizer(Optimizer):
             CommschedError: the session failed or was closed.
         """
         with self._lock:
-            while self._pending:
-                self._put_in_place(next(iter(self._pending.values())))
+            while (first := next(iter(self._pending.values()), None)) is not None:
+                self._put_in_place(first)
 
     def join(
         self,
@@ -327,9 +328,11 @@ class ScheduledOptimizer(Optimizer):
                 log.info("%s: step() waits for all averages from now on", why)
 
     def _look_for_shared_memory(self, slots: Sequence[Slot]) -> None:
-        """Make ``step()`` wait if parameters share memory: a reader of one would not wait for the update of the other."""
+        """Make ``step()`` wait if parameters share memory: a reader of one would not wait for the update of the other. So do
+        those in memory that other processes may read."""
         named = {slot.name: slot.parameter for slot in slots}
         with unguarded():
+            public = next((name for name, each in named.items() if is_public(each)), None)
             overlap = find_overlap(
                 {**dict(self._model.named_parameters()), **dict(self._model.named_buffers()), **named},
                 {id(slot.parameter) for slot in slots},
@@ -337,6 +340,8 @@ class ScheduledOptimizer(Optimizer):
         if overlap is not None:
             self._per_parameter = False  # the user's optimizer determines the order of the updates
             self._step_must_wait(f"'{overlap[0]}' and '{overlap[1]}' lie in the same memory")
+        elif public is not None:
+            self._step_must_wait(f"other processes may read '{public}', which lies in shared memory")
 
     def _look_for_repeated_parameters(self) -> None:
         """Make ``step()`` wait if a group has a parameter twice, which torch then updates twice."""
@@ -493,44 +498,43 @@ class ScheduledOptimizer(Optimizer):
             raise ClosedError(
                 "a forked process reads parameters whose update is outstanding; call optimizer.synchronize() before"
             )
+        require_may_wait(f"'{needed.name}', whose update is outstanding,")
         with self._lock:
             if exchange is None or needed.flag not in self._pending:
                 return
+            exchange.places.device.require_no_capture(needed.name)
             self._copy_while_waiting(exchange, needed)
             exchange.wait_to_update(needed)
             batch = [needed]
             if self._per_parameter:
-                batch += [slot for slot in exchange.those_there(self._pending.values()) if slot is not needed]
+                batch += [slot for slot in exchange.those_there(list(self._pending.values())) if slot is not needed]
             else:
                 batch = list(self._pending.values())
                 for slot in batch:
                     exchange.wait_to_update(slot)
             used = exchange.kept_by_any_rank(batch)
             exchange.edits.apply(batch)
-            for slot in used:
-                twin = slot.twin
-                if twin.plain._version != twin.version:
-                    raise UnsupportedError(
-                        f"'{slot.name}' was written to after step(), while its update was outstanding, through an earlier "
-                        "tensor that shares its memory (of state_dict() or detach(), say): call optimizer.synchronize() before "
-                        "writing, or state_dict() after step()"
-                    )
-            if self._undo is not None:
-                exchange.places.device.order()
-                self._undo.before_update([slot.parameter for slot in used])  # out of memory: the updates stay outstanding
-            for slot in batch:
-                del self._pending[slot.flag]
+            self._prepare_update(exchange, used)
+            # In each of these waits a signal handler may have read parameters, and made their updates in this thread.
+            left = [slot for slot in batch if self._pending.pop(slot.flag, None) is not None]
+            if not left:
+                return
+            if len(left) < len(batch):
+                batch, used = left, [slot for slot in used if slot in left]
             self._updates_running += 1
             try:
                 with exchange.places.device.updating():
                     self._update(used)
+                    for slot in batch:
+                        if slot.zero_later:
+                            slot.zero_if_asked()
                 if self._undo is not None and self._updates_running == 1:  # else the outer update is still half made
                     self._undo.after_update()
             finally:
                 self._updates_running -= 1
                 for slot in batch:
                     slot.state = GRADIENT_TRANSITIONS[slot.state, "update"]  # advance() is one more call for each parameter
-                    if slot.zero_later:
+                    if slot.zero_later:  # another thread has asked for it during the update
                         slot.zero_if_asked()
                 with unnoticed():
                     for slot in batch:
@@ -539,6 +543,21 @@ class ScheduledOptimizer(Optimizer):
                         slot.record_of_gradient(gradient).release(gradient)
                 if not self._pending and not self._updates_running:  # else other threads wait for it
                     exchange.put_in_place = None
+
+    def _prepare_update(self, exchange: GradientExchange, used: Sequence[Slot]) -> None:
+        """Make sure that the update of ``used`` is right and can be undone. If this raises, the updates stay outstanding."""
+        for slot in used:
+            twin = slot.twin
+            # A handler that has updated it since has written to it, too.
+            if twin.plain._version != twin.version and slot.flag in self._pending:
+                raise UnsupportedError(
+                    f"'{slot.name}' was written to after step(), while its update was outstanding, through an earlier "
+                    "tensor that shares its memory (of state_dict() or detach(), say): call optimizer.synchronize() before "
+                    "writing, or state_dict() after step()"
+                )
+        if self._undo is not None:
+            exchange.places.device.order()
+            self._undo.before_update([slot.parameter for slot in used])  # out of memory, say
 
     def _copy_while_waiting(self, exchange: GradientExchange, needed: Slot) -> None:
         """In an elastic job, copy what outstanding updates will replace, while the average of ``needed`` is on its way."""

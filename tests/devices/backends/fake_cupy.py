@@ -133,7 +133,11 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
             assert disable_timing
             self.device_id = getDevice()
             self.ptr = id(self)
-            events[self.ptr] = self
+            events[self.ptr] = ref(self)
+
+        def __del__(self) -> None:
+            if self.ptr:
+                eventDestroy(self.ptr)
 
         def record(self, stream: Stream) -> None:
             require_current(self.device_id)
@@ -146,9 +150,13 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
     def eventQuery(ptr: int) -> int:
         open_context()  # of the thread's current device
         try:
-            return 0 if events[ptr].of.is_done() else NOT_READY
+            return 0 if events[ptr]().of.is_done() else NOT_READY
         except Exception:
             return ILLEGAL_ADDRESS
+
+    def eventDestroy(ptr: int) -> None:
+        open_context()  # of the thread's current device
+        events.pop(ptr)
 
     def get_current_stream(device_id: int = -1) -> Stream:
         inner = getattr(thread, "streams", [])
@@ -251,12 +259,20 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
     def stream_at(address: int) -> Any:
         return next(each for each in device._streams if id(each) == address)
 
-    def kernel(run: Callable[..., None], reads: list[ndarray], write: ndarray) -> None:
+    def kernel(run: Callable[..., None], reads: list[ndarray], write: ndarray, flushes: bool = True) -> None:
+        """``flushes``: the smallest numbers of float32 become 0, as in all that cupy compiles, but for assembly."""
         stream = get_current_stream()
 
+        def flushed(values: Any) -> Any:
+            small = flushes and values.dtype == np.float32 and np.abs(values) < np.finfo(np.float32).tiny
+            return np.where(small, np.copysign(np.float32(0), values), values) if np.any(small) else values
+
         def work(*arrays: Any) -> None:
+            *inputs, output = (each.view(array.dtype) for each, array in zip(arrays, [*reads, write]))
             with np.errstate(all="ignore"):
-                run(*(each.view(array.dtype) for each, array in zip(arrays, [*reads, write])))
+                run(*map(flushed, inputs), output)
+                if output.dtype == np.float32:
+                    output[...] = flushed(output)
 
         translated(lambda: stream.of.launch(work, [array.bytes for array in reads], [write.bytes]))
 
@@ -270,7 +286,8 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
         kernel(lambda a, b: np.divide(a, by, out=b), [x], out)
 
     def copyto(dst: ndarray, src: ndarray, casting: str = "same_kind") -> None:
-        kernel(lambda a, b: np.copyto(b, a, casting=casting), [src], dst)  # type: ignore[arg-type]
+        halves = {src.dtype.name, dst.dtype.name} == {"float16", "float32"}  # all of float16 are normal numbers in float32
+        kernel(lambda a, b: np.copyto(b, a, casting=casting), [src], dst, not halves)  # type: ignore[arg-type]
 
     def ElementwiseKernel(in_params: str, out_params: str, operation: str, name: str, **options: Any) -> Callable[..., None]:
         assert options.keys() == {"preamble"}
@@ -282,12 +299,21 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
             half.widen(b, other)
             half.narrow(one + other, c)
 
-        run = {"bfloat16_add": added, "bfloat16_widen": half.widen, "bfloat16_narrow": half.narrow}[name]
+        run: Callable[..., None] = {
+            "float32_add": lambda a, b, c: np.add(a, b, out=c),
+            "float32_divide": lambda a, by, c: np.divide(a, by, out=c),
+            "bfloat16_add": added,
+            "bfloat16_widen": half.widen,
+            "bfloat16_narrow": half.narrow,
+        }[name]
         types = [part.split()[0] for part in f"{in_params}, {out_params}".split(", ")]
 
-        def call(*arrays: ndarray) -> None:
-            assert [array.dtype.name for array in arrays] == types
-            kernel(run, list(arrays[:-1]), arrays[-1])
+        def call(*arguments: Any) -> None:
+            assert [argument.dtype.name for argument in arguments] == types
+            *inputs, output = arguments
+            arrays = [each for each in inputs if isinstance(each, ndarray)]
+            scalars = [each for each in inputs if not isinstance(each, ndarray)]  # they come last
+            kernel(lambda *given: run(*given[:-1], *scalars, given[-1]), arrays, output, flushes=False)
 
         return call
 
@@ -302,7 +328,8 @@ def install(device: SimulatedDevice, count: int = 1) -> ModuleType:
     runtime = SimpleNamespace(
         getDeviceCount=lambda: count,
         getDevice=getDevice,
-        getDeviceProperties=lambda number: {"uuid": b"a GPU"},
+        getDeviceProperties=lambda number: {"uuid": b"a GPU", "name": b"a model"},
+        eventDestroy=eventDestroy,
         eventQuery=eventQuery,
         hostRegister=hostRegister,
         hostUnregister=hostUnregister,

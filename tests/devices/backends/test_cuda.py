@@ -15,7 +15,7 @@ import pytest
 
 from commsched.core.errors import ConfigError, UnsupportedError
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.devices import open_device
+from commsched.devices import model_of, open_device
 from commsched.devices.backends import cuda
 from commsched.session.local import local_sessions
 from commsched.testing import SimulatedDevice, check_device
@@ -214,6 +214,30 @@ def test_a_thread_that_has_not_used_cuda_opens_no_other_gpu(cupy: Any, monkeypat
             thread.submit(first).result(60)
             thread.submit(use).result(60)
     assert cupy.contexts == {1}
+
+
+def test_an_event_that_a_thread_drops_opens_no_other_gpu(cupy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The garbage collector drops it in whichever thread."""
+    held = [open_device("cuda:1").stream().record() for _ in range(2)]
+    cupy.contexts.clear()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(held.pop).result(60)
+    assert cupy.contexts == {1}
+    cupy.cuda.runtime.eventDestroy = lambda ptr: translated_failure()  # the device has failed
+    del held[:]
+    assert capsys.readouterr().err == ""
+
+
+def test_large_pinned_memory_takes_its_own_size(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cupy's pool would make it a power of two."""
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", lambda size: pytest.fail(f"{size} bytes of the pool"))
+    memory = open_device("cuda:0").allocate_host(5_000_001)
+    assert (len(memory), memory.format, memory.readonly, any(memory)) == (5_000_001, "B", False, False)
+
+
+def test_the_model_of_a_device(cupy: Any) -> None:
+    assert model_of("cuda:0") == model_of("cuda") == repr(b"a model")
+    assert [model_of(name) for name in ("cpu", "host", "cuda:7", "xpu:0")] == ["", "", "", ""]
 
 
 def test_a_missing_cupy_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:

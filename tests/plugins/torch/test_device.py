@@ -103,13 +103,9 @@ def test_the_session_is_opened_on_the_device_of_the_parameters(monkeypatch: pyte
 
 
 class FakeEvent:
-    def __init__(self, blocking: bool = False) -> None:
-        assert blocking, "who waits for it would spin"
+    def __init__(self) -> None:
         self.happened = threading.Event()
         self.error: Exception | None = None
-
-    def record(self, stream: FakeStream) -> None:
-        stream.events.append(self)
 
     def synchronize(self) -> None:
         assert self.happened.wait(60)
@@ -121,7 +117,6 @@ class FakeStream:
     cuda_stream = 17
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.events: list[FakeEvent] = []
         self.synchronized = 0
 
     def synchronize(self) -> None:
@@ -132,7 +127,6 @@ class FakeCuda:
     """As much of ``torch.cuda`` as the plugin uses."""
 
     Stream = FakeStream
-    Event = FakeEvent
 
     def __init__(self) -> None:
         self.now = self.default = FakeStream()
@@ -168,6 +162,8 @@ class FakeLayer(SimulatedDevice):
 
 
 class Opened:
+    event: FakeEvent
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, on_device: str = "cuda:0") -> None:
         self.cuda = FakeCuda()
         self.layer = FakeLayer()
@@ -201,7 +197,10 @@ def test_a_gradient_is_notified_at_once_with_the_event_behind_its_kernel(opened:
 
 @pytest.fixture
 def digested(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """What is computed for a digest is there at once, and the event behind it is the test's."""
+    """What is computed for a digest is there at once. The event behind it, ``opened.event``, is the test's. It is one of the
+    layer beneath: torch's would open device 0 in the thread that waits for it."""
+    opened.event = FakeEvent()
+    monkeypatch.setattr(opened.layer, "current_stream", lambda of: SimpleNamespace(record=lambda: opened.event))
     monkeypatch.setattr(device_module, "digest_on_device", lambda values: values)
     empty = torch.empty
     monkeypatch.setattr(device_module.torch, "empty", lambda *shape, pin_memory, **options: empty(*shape, **options))
@@ -212,7 +211,7 @@ def test_a_digest_is_reported_when_it_is_there(digested: Opened) -> None:
     reported: list[int] = []
     digested.device.digest(torch.tensor(-1), reported.append)
     assert reported == []
-    digested.cuda.default.events[0].happened.set()
+    digested.event.happened.set()
     digested.device.settle()
     assert reported == [2**64 - 1]
 
@@ -231,9 +230,8 @@ def test_a_device_that_fails_is_reported_unless_the_session_has(
     digested: Opened, error: Exception, reported: list[str]
 ) -> None:
     digested.device.digest(torch.tensor(1), pytest.fail)
-    event = digested.cuda.default.events[0]
-    event.error = error
-    event.happened.set()
+    digested.event.error = error
+    digested.event.happened.set()
     digested.device.settle()
     assert [str(each) for each in digested.reported] == reported
 
@@ -242,6 +240,13 @@ def test_a_captured_backward_is_refused(opened: Opened) -> None:
     opened.cuda.capturing = True
     with pytest.raises(UnsupportedError, match="backward is captured in a CUDA graph: gradients would be averaged once"):
         opened.device.when_written(lambda event: None)
+
+
+def test_an_update_within_a_capture_is_refused(opened: Opened) -> None:
+    opened.device.require_no_capture("w")
+    opened.cuda.capturing = True
+    with pytest.raises(UnsupportedError, match=r"'w', whose update is outstanding, is read while a CUDA graph is captured"):
+        opened.device.require_no_capture("w")
 
 
 def test_flags_are_copied_beside_the_training_and_are_there_at_the_end(opened: Opened) -> None:

@@ -41,6 +41,17 @@ def open_device(number: int) -> CudaDevice:
     return CudaDevice(number)
 
 
+def model_of(number: int) -> str:
+    """The name of the GPU's model. Raises ConfigError as :func:`open_device`."""
+    open_device(number)
+    import cupy
+
+    try:
+        return repr(cupy.cuda.runtime.getDeviceProperties(number)["name"])
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ConfigError(f"cuda:{number} has failed: {_line(error)}") from error
+
+
 def _count(cupy: Any, name: str) -> int:
     try:
         count: int = cupy.cuda.runtime.getDeviceCount()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import commsched
+from commsched.plugins.torch.checks import is_public
 
 from .loop import Data, mlp, require_plain, run, train
 
@@ -35,6 +37,31 @@ def _assign(state: dict[str, torch.Tensor]) -> None:
 
 
 WRITERS = [_fill, _halve, _assign]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_memory_that_other_processes_read_is_up_to_date_after_step(wrapped: bool) -> None:
+    """Such a reader waits for nothing."""
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        as_others_see_it = [np.asarray(parameter.detach()) for parameter in model.parameters()]
+        if not wrapped:
+            optimizer.zero_grad()
+            model.share_memory()
+            as_others_see_it = [np.asarray(parameter.detach()) for parameter in model.parameters()]
+        seen = []
+        for step in range(4):
+            train(data, model, optimizer, 1, step)
+            seen += [torch.from_numpy(each.copy()) for each in as_others_see_it]
+        return seen
+
+    require_plain(loop, model=(lambda: mlp().share_memory()) if wrapped else mlp)
+
+
+def test_memory_that_processes_cannot_share_is_not_looked_at() -> None:
+    strided = torch.ones(2, 2)
+    assert [is_public(each) for each in (strided, strided.to_sparse(), strided.to("meta"))] == [False] * 3
+    assert is_public(strided.share_memory_())
 
 
 @pytest.mark.parametrize("write", WRITERS)
