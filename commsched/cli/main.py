@@ -238,10 +238,13 @@ def _tune(arguments: argparse.Namespace) -> int:
     if settings.tune is None and arguments.budget is None:
         options["tune"] = "1"
         settings = _checked(options, arguments)
+    if settings.trace is not None and arguments.then_stop:
+        raise ConfigError("a timeline is written at the end of training, which --then-stop does not reach: choose one")
     require_tunable(arguments.ranks, settings)
     ranks, servers, command = arguments.ranks, arguments.servers, arguments.command
     run = ["commsched", "run", "-n", str(ranks), *(["--servers", str(servers)] if servers else [])]
-    run += [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+    kept = {name: value for name, value in given.items() if not name.startswith("trace")}
+    run += [word for name, value in kept.items() for word in (f"--{name.replace('_', '-')}", value)]
     use = f"COMMSCHED_CONFIG={shlex.quote(arguments.out)} {shlex.join([*run, '--', *command])}"
     return tune(ranks, servers, command, _environ(options), settings, then_stop=arguments.then_stop, use=use)
 

@@ -118,8 +118,9 @@ def predict(profile: Profile, questions: Sequence[Question], as_json: bool = Fal
     if not as_json:
         layers = sum(layer.nbytes > 0 for layer in profile.layers)
         overhead, latency = questions[0].overhead, questions[0].latency
+        wire = ", which travel in 16 bits" if questions[0].halved else ""
         say_result(
-            f"SIMULATED: {profile.model}, {size(profile.nbytes)} of gradients in {layers} layers, "
+            f"SIMULATED: {profile.model}, {size(profile.nbytes)} of gradients in {layers} layers{wire}, "
             f"{1e3 * profile.compute_seconds:.1f} ms of computation per step. A partition, and a bucket of DDP, costs\n"
             f"{1e3 * overhead:g} ms besides its bytes, which arrive {1e3 * latency:g} ms later. Hosts keep up with their links."
         )

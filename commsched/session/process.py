@@ -93,9 +93,9 @@ def _require_first_import(world: World) -> None:
     # multiprocessing itself asks this before it starts a process. A process that imported the script before may be a rank.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(
-            f"this process, {os.getpid()}, was started by multiprocessing for rank {world.rank}, whose script it imports: it "
-            "cannot join the job again. Put the lines that only a rank may run, from the first call of commsched on, under "
-            "if __name__ == '__main__':"
+            f"this process, {os.getpid()}, was started by multiprocessing for rank {world.rank}, and imports its script or "
+            "modules: it cannot join the job again. Let no import call commsched: put that call, and what follows it, into a "
+            "function, or under if __name__ == '__main__':"
         )
 
 

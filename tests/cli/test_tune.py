@@ -298,6 +298,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["-n", "1", "--out", "tuned.toml"], "there is nothing to tune with -n 1: one rank sends nothing"),
         (["-n", "2", "--out", "tuned.toml", "--disable", "1"], "there is nothing to tune with disable=1: "),
+        (["-n", "2", "--out", "tuned.toml", "--trace", "t", "--then-stop"], "a timeline is written at the end of training"),
         (["-n", "2", "--out", "tuned.toml", "--budget", "0"], "--budget 0 leaves no time to tune; write a budget"),
         (["-n", "2", "--out", "tuned.toml", "--budget", "5min"], "--budget='5min' is not a budget; write 1, 0, or how long"),
         (["-n", "2", "--out", "tuned.toml", "--by", "luck"], "tune_by='luck' is unknown; there are: bayes, grid, random, sgd"),

@@ -109,7 +109,10 @@ def test_a_process_that_a_rank_spawns_does_not_join_the_job_while_it_imports_the
 
     done = run(**rank_1)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "was started by multiprocessing for rank 1, whose script it imports: it cannot join the job again" in done.stderr
+    assert (
+        "was started by multiprocessing for rank 1, and imports its script or modules: it cannot join the job again"
+        in done.stderr
+    )
     done = run() if elastic else run(**rank_1, COMMSCHED_DISABLE="1")
     assert (done.returncode, done.stdout) == (0, "worked\n"), done.stderr
 

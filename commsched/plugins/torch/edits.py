@@ -202,17 +202,17 @@ class Edits:
             due = [slot for slot in slots if slot.flag in self._outstanding]
             for edit in dict.fromkeys(edit for slot in due for edit in self._edits[slot.flag]):
                 edit.wait()  # an interrupted wait (Ctrl-C) leaves all edits outstanding
+            due = [slot for slot in due if slot.flag in self._outstanding]  # else a handler has applied them
+            for slot in due:
+                alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)
             self._applies = True
             try:
-                for slot in due:
-                    if slot.flag in self._outstanding:  # else a signal handler has applied them during a wait
-                        self._outstanding.remove(slot.flag)
-                        alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)
                 with torch.inference_mode(False), torch.no_grad(), unguarded():
                     for edits, gradients in alike.items():
                         for edit in edits:
                             edit.apply(gradients)
-            finally:
+            finally:  # not before: who finds them outstanding waits for the lock, or is the handler that is refused above
+                self._outstanding.difference_update([slot.flag for slot in due])
                 self._applies = False
 
     def digest(self) -> float:

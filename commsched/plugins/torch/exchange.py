@@ -649,7 +649,8 @@ class GradientExchange:
                     return  # still this rank's own sum: an autograd function of the user adds to it, say
                 raise UnsupportedError(
                     f"the gradient of '{slot.name}' is read within backward: its average cannot be there yet. A hook that "
-                    "edits or logs gradients: register it before the optimizer is wrapped, or read gradients after backward"
+                    "edits or logs gradients: register it before the optimizer is wrapped, or read gradients after backward, "
+                    "as a signal handler must"
                 )
             task, thread = self._running
             if task != -1 and thread != threading.get_ident():

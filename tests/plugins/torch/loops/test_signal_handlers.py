@@ -78,6 +78,37 @@ def test_a_handler_that_reads_the_model_in_a_wait_changes_nothing(
     assert any(handled)
 
 
+def test_a_handler_that_reads_the_model_while_gradients_are_edited_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would update with gradients that are edited by half."""
+    mine = threading.local()
+    refused: list[str] = []
+    applied = Edit.apply
+
+    def interrupted_apply(self: Edit, gradients: list[torch.Tensor]) -> None:
+        for parameter in getattr(mine, "model", nn.Module()).parameters():
+            try:
+                parameter.detach().sum().item()  # some may be up to date
+            except UnsupportedError as error:
+                refused.append(str(error))
+        applied(self, gradients)
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            if isinstance(optimizer, ScheduledOptimizer):
+                mine.model = model
+                optimizer.synchronize()
+                mine.model = nn.Module()
+
+    monkeypatch.setattr(Edit, "apply", interrupted_apply)
+    require_plain(loop)
+    assert refused
+    assert all("reads the model while the gradients are clipped or edited" in text for text in refused)
+
+
 def test_a_finalizer_that_runs_in_a_thread_of_commsched_does_not_wait_there() -> None:
     """Averages come by that thread. Python's garbage collector calls finalizers in whichever thread makes objects."""
     refused: list[str] = []
