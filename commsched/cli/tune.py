@@ -10,12 +10,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from ..core.errors import ConfigError
 from ..core.standard_streams import say_error
-from ..settings import Budget, Settings, parse_path
+from ..settings import Budget, Settings
 from ..tuner.job import journal_path, require_writable
 from ..tuner.result import Verdict, milliseconds, size
 from ..tuner.searchers import make_searcher
@@ -220,8 +221,10 @@ class _Result:
 
     def __init__(self, settings: Settings, end: IO[bytes] | None = None) -> None:
         assert settings.tune_out is not None
-        path, here = Path(settings.tune_out), Path(parse_path(".", "--out"))
-        self.path = path.relative_to(here) if here in path.parents else path  # as messages show it
+        path = Path(settings.tune_out)
+        with suppress(OSError):  # this process is in a directory that is gone
+            path = path.relative_to(Path.cwd()) if Path.cwd() in path.parents else path
+        self.path = path  # as messages show it
         self.journal = journal_path(str(self.path))
         self._budget = settings.tune or Budget()
         self._searches: dict[str, Table] = {}  # by key, as JSON

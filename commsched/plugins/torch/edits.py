@@ -202,11 +202,11 @@ class Edits:
             due = [slot for slot in slots if slot.flag in self._outstanding]
             for edit in dict.fromkeys(edit for slot in due for edit in self._edits[slot.flag]):
                 edit.wait()  # an interrupted wait (Ctrl-C) leaves all edits outstanding
-            due = [slot for slot in due if slot.flag in self._outstanding]  # else a handler has applied them
-            for slot in due:
-                alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)
             self._applies = True
             try:
+                due = [slot for slot in due if slot.flag in self._outstanding]  # else a handler has applied them
+                for slot in due:
+                    alike.setdefault(tuple(self._edits[slot.flag]), []).append(slot.gradient)
                 with torch.inference_mode(False), torch.no_grad(), unguarded():
                     for edits, gradients in alike.items():
                         for edit in edits:

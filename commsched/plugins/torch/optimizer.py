@@ -474,7 +474,6 @@ class ScheduledOptimizer(Optimizer):
         if outstanding:
             # As after a completed update, autograd must refuse to differentiate a graph from before it.
             increment_versions([slot.twin.plain for slot in slots if keeps[slot.flag]])
-        self._pending.update((slot.flag, slot) for slot in slots)
         self._keeps = keeps
         with unnoticed():
             for slot in slots:
@@ -484,6 +483,7 @@ class ScheduledOptimizer(Optimizer):
                 slot.record.guard(slot.parameter, slot.await_update, twin if outstanding else None)
                 if not isinstance(slot.gradient, Guarded):  # most are guarded since backward
                     guard(slot.gradient, slot.await_gradient)
+        self._pending.update((slot.flag, slot) for slot in slots)  # last: a signal handler makes no update of half of them
 
     def _put_in_place(self, needed: Slot) -> None:
         """Run the update of ``needed``, and with it the outstanding updates at the front of the forward order whose averages
@@ -516,18 +516,21 @@ class ScheduledOptimizer(Optimizer):
             exchange.edits.apply(batch)
             self._prepare_update(exchange, used)
             # In each of these waits a signal handler may have read parameters, and made their updates in this thread.
-            left = [slot for slot in batch if self._pending.pop(slot.flag, None) is not None]
-            if not left:
-                return
+            self._updates_running += 1  # first: else one that makes the others now would end the waiting of other threads
+            try:
+                left = [slot for slot in batch if self._pending.pop(slot.flag, None) is not None]
+            except BaseException:
+                self._updates_running -= 1
+                raise
             if len(left) < len(batch):
                 batch, used = left, [slot for slot in used if slot in left]
-            self._updates_running += 1
             try:
-                with exchange.places.device.updating():
-                    self._update(used)
-                    for slot in batch:
-                        if slot.zero_later:
-                            slot.zero_if_asked()
+                if batch:
+                    with exchange.places.device.updating():
+                        self._update(used)
+                        for slot in batch:
+                            if slot.zero_later:
+                                slot.zero_if_asked()
                 if self._undo is not None and self._updates_running == 1:  # else the outer update is still half made
                     self._undo.after_update()
             finally:
