@@ -33,6 +33,7 @@ DELIBERATE = {
     "log",
     "main",
     "make_policy",
+    "model_of",
     "numbers_of",
     "open_device",
     "open_transport",

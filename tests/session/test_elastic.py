@@ -179,7 +179,7 @@ def test_a_step_that_is_not_entered_is_told_of_once(caplog: pytest.LogCaptureFix
     ("settings", "message"),
     [
         ({"transport": "mpi"}, "transport='mpi' cannot be used with --elastic, which works over ps and gloo only"),
-        ({"trace": "traces"}, "trace='traces' cannot be used with --elastic"),
+        ({"trace": "traces"}, "trace='.*traces' cannot be used with --elastic"),
         ({"tune": "1"}, "tune=.* cannot be used with --elastic"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -72,7 +73,11 @@ def test_launching_out_of_order_gives_wrong_numbers_without_agreement() -> None:
     def body(world: CheckedWorld, rank: int) -> None:
         manifest = Manifest(tuple(TensorSpec(f"layer{i}", (300,), "float32") for i in range(2)))
         with world.core(rank, SchedulerConfig(1200, 10**6, "fifo")) as core:
-            _Tensors(core, manifest, world, rank).average(rank, [0, 1] if rank == 0 else [1, 0])
+            try:
+                _Tensors(core, manifest, world, rank).average(rank, [0, 1] if rank == 0 else [1, 0])
+            finally:
+                both.wait(60)  # the other one may still wait for a collective of this one
 
+    both = threading.Barrier(2)
     with Threads(unordered, 2) as world, pytest.raises(AssertionError, match="got a wrong average"):
         world.run(body)
