@@ -53,8 +53,8 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     host = own_address()
     network = measure_network(session, host, task.nominal_rates, 0, task.capped)
     hosts = session.gather(host)
-    # Partition and credit choose themselves first, unless they are set.
-    settle = task.settle + (CHOOSING_STEPS if task.chooses_sizes else 0)  # of every system, since what is warm is faster
+    # Partition and credit choose themselves first, unless they are set. Every system makes these steps: a warm one is faster.
+    settle = task.settle + (CHOOSING_STEPS if task.chooses_sizes else 0)
     turn = Turn(session, profile, settle + task.steps, hosts)
     weights = train(turn)
     ended, cpu = turn.steps.ended, turn.steps.cpu_seconds

@@ -125,6 +125,10 @@ class PartitionRules:
         return replace(rules, config=config, exchange=exchange)
 
 
+#: Sizes of buckets that a tuned system tries, as divisors of the size of all gradients.
+BUCKET_SHARES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
 @dataclass(frozen=True)
 class BucketRules:
     """A system that averages buckets in backward order, one after another.
@@ -133,7 +137,7 @@ class BucketRules:
         exchange: the kind of averaging.
         barrier: whether the next forward waits for all averages.
         first_bucket_mib: the size of the first bucket, if it differs from DDP's default.
-        tuned: whether the system chooses among DDP's buckets and the total size divided by 1 to 128.
+        tuned: whether the system chooses among DDP's buckets and those of ``BUCKET_SHARES``.
     """
 
     exchange: Exchange
@@ -154,7 +158,7 @@ class BucketRules:
         return self.buckets(DDP_BUCKET_MIB * _MEBIBYTE, first)
 
     def best(self, gradient_bytes: int, shards: int, partition: int | None, credit: int | None, seconds: StepSeconds) -> Rules:
-        shares = (1, 2, 4, 8, 16, 32, 64, 128) if self.tuned else ()  # as ``ddp-tuned`` tries them
+        shares = BUCKET_SHARES if self.tuned else ()
         return _fastest([self.rules(), *(self.buckets(gradient_bytes // share) for share in shares)], seconds)
 
     def clipped(self) -> BucketRules:

@@ -10,13 +10,11 @@ from typing import Any
 from commsched.simulator.scenario import DDP_FIRST_BUCKET_MIB, Exchange
 
 from ..harness.measure import slowest
-from ..harness.simulated import BucketRules
+from ..harness.simulated import BUCKET_SHARES, BucketRules
 from ..harness.system import Context, System, SystemInfo
 
-#: Bucket sizes to try, as divisors of the size of all gradients.
-SHARES = (1, 2, 4, 8, 16, 32)
-#: Smaller buckets are tried, down to this divisor, as long as the smallest is the best.
-MIN_SHARE = 128
+#: Sizes to try at first. Smaller buckets are tried, down to ``MIN_SHARE``, as long as the smallest is the best.
+SHARES, MIN_SHARE = BUCKET_SHARES[:6], BUCKET_SHARES[-1]
 PASSES = 2
 SETTLE_STEPS = 2  # DDP rebuilds its buckets after the first step
 TRIAL_STEPS = 4

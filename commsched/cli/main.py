@@ -123,7 +123,7 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = _checked(options, arguments)
     elastic = _elasticity(arguments, settings)
     own_token = not settings.servers and (elastic is None or elastic.among is None)
-    return run(arguments.ranks, arguments.servers, arguments.command, _environ(options), elastic, own_token=own_token)
+    return run(arguments.ranks, arguments.servers, arguments.command, _environ(options, settings), elastic, own_token=own_token)
 
 
 def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity | None:
@@ -246,7 +246,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     kept = {name: value for name, value in given.items() if not name.startswith("trace")}
     run += [word for name, value in kept.items() for word in (f"--{name.replace('_', '-')}", value)]
     use = f"COMMSCHED_CONFIG={shlex.quote(arguments.out)} {shlex.join([*run, '--', *command])}"
-    return tune(ranks, servers, command, _environ(options), settings, then_stop=arguments.then_stop, use=use)
+    return tune(ranks, servers, command, _environ(options, settings), settings, then_stop=arguments.then_stop, use=use)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -470,10 +470,9 @@ def _startable(command: Sequence[str]) -> list[str]:
     raise ConfigError(f"command {command[0]!r} was not found")
 
 
-def _environ(options: Mapping[str, str]) -> dict[str, str]:
+def _environ(options: Mapping[str, str], settings: Settings) -> dict[str, str]:
     """The environment of the ranks to come. Files are named from here, wherever the script goes before it joins the job."""
     environ = {**os.environ, **{f"COMMSCHED_{name.upper()}": value for name, value in options.items()}}
-    settings = Settings.load(options, os.environ)
     for name in (f.name for f in fields(Settings) if f.metadata.get("parse") is parse_path):
         if (path := getattr(settings, name)) is not None:
             environ[f"COMMSCHED_{name.upper()}"] = path

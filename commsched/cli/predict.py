@@ -217,12 +217,7 @@ def answer(profile: Profile, question: Question) -> Row:
         ((_seconds(halved, cluster, _rules(each, question)), each) for each in _sizes(halved, question, per_byte)),
         key=lambda found: found[0],
     )
-    rules = ddp_rules()
-    if question.halved:  # its buckets are cut before its hook halves them
-        config = replace(rules.config, partition_bytes=rules.config.partition_bytes // 2)
-        sizes = [None if each is None else each // 2 for each in (rules.bucket_bytes, rules.first_bucket_bytes)]
-        rules = replace(rules, config=config, bucket_bytes=sizes[0], first_bucket_bytes=sizes[1])
-    ddp = _seconds(halved, _cluster(question, 0, question.overhead), rules)
+    ddp = _seconds(halved, _cluster(question, 0, question.overhead), ddp_rules(2 if question.halved else 1))
     return {
         "workers": question.workers,
         "servers": servers,

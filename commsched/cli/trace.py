@@ -27,9 +27,8 @@ class _Layer:
     """The partitions that begin in one tensor, by step. Times are milliseconds from the beginning of the step."""
 
     name: str
-    nbytes: dict[int, dict[int, int]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )  # and by partition: it may be two tasks
+    # By partition, too, which may be two tasks.
+    nbytes: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     ready: dict[int, float] = field(default_factory=dict)
     sent: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)

@@ -108,7 +108,7 @@ class Core:
         self._duplicates = Duplicates(transport.world_size)
         self._waits: list[Callable[[], Wait]] = []  # the current waits of engine threads
         self._draining = 0  # how many of them wait for tasks that need not be the last of a tensor
-        self._lock = threading.RLock()  # a signal handler may come here in a thread that holds it: see wait_for
+        self._lock = threading.RLock()  # a signal handler may come here in a thread that has it: see _lock_to_wait
         self._wakes: SimpleQueue[None] = (
             SimpleQueue()
         )  # the dispatcher waits for an item; a Condition costs several times as much
@@ -901,7 +901,7 @@ class Core:
     def leave_in_child(self) -> None:
         """Make every wait and call raise ClosedError in a forked process, where no thread starts or completes tasks. The locks
         are replaced because threads that do not exist in the child may hold them."""
-        self._lock = threading.RLock()  # a signal handler may come here in a thread that holds it: see wait_for
+        self._lock = threading.RLock()  # a signal handler may come here in a thread that has it: see _lock_to_wait
         self._wakes = SimpleQueue()
         self._progress = threading.Condition(self._lock)
         self._failure = ClosedError(FORKED)

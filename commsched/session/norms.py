@@ -74,7 +74,7 @@ class Norms:
         assert norms is not None
         self.orders = norms.orders
         self._first_step = norms.first_step
-        self._lock = threading.RLock()  # for signal handlers
+        self._lock = threading.RLock()  # a signal handler may come here in a thread that has it
         self._step = -1  # of the totals below
         self._totals: dict[float, FloatRows] = {}  # by order
 

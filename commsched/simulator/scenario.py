@@ -167,8 +167,8 @@ DDP_FIRST_BUCKET_MIB = 1
 DDP_BUCKET_MIB = 25
 
 
-def ddp_rules() -> Rules:
-    """The behaviour of torch's DistributedDataParallel with its default buckets."""
-    bucket, first = DDP_BUCKET_MIB * 2**20, DDP_FIRST_BUCKET_MIB * 2**20
+def ddp_rules(sent: int = 1) -> Rules:
+    """The behaviour of torch's DistributedDataParallel with its default buckets. A hook sends one of ``sent`` bytes."""
+    bucket, first = DDP_BUCKET_MIB * 2**20 // sent, DDP_FIRST_BUCKET_MIB * 2**20 // sent
     config = SchedulerConfig(bucket, 2**62, "fifo")
     return Rules(config, Exchange.ALL_REDUCE, barrier=True, bucket_bytes=bucket, first_bucket_bytes=first)

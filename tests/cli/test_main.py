@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -180,7 +181,8 @@ def test_files_are_named_from_where_the_job_is_started(monkeypatch: pytest.Monke
     for variable, path in (("CONFIG", "job.toml"), ("TOKEN_FILE", "../token"), ("CERTIFICATES", "/etc/certs")):
         monkeypatch.setenv(f"COMMSCHED_{variable}", path)
     (tmp_path / "job.toml").write_text('rendezvous = "../place.json"')
-    environ = _environ({"trace": "traces", "wire": "none"})
+    options = {"trace": "traces", "wire": "none"}
+    environ = _environ(options, Settings.load(options, os.environ))
     names = ("CONFIG", "RENDEZVOUS", "TOKEN_FILE", "CERTIFICATES", "TRACE", "WIRE")
     assert {name: environ[f"COMMSCHED_{name}"] for name in names} == {
         "CONFIG": f"{tmp_path}/job.toml",

@@ -515,8 +515,9 @@ class ScheduledOptimizer(Optimizer):
             used = exchange.kept_by_any_rank(batch)
             exchange.edits.apply(batch)
             self._prepare_update(exchange, used)
-            # In each of these waits a signal handler may have read parameters, and made their updates in this thread.
-            self._updates_running += 1  # first: else one that makes the others now would end the waiting of other threads
+            # In each of these waits a signal handler may have read parameters, and made their updates in this thread. One that
+            # comes now must not end the waiting of other threads: this update counts as running before it is taken.
+            self._updates_running += 1
             try:
                 left = [slot for slot in batch if self._pending.pop(slot.flag, None) is not None]
             except BaseException:

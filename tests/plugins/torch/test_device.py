@@ -197,8 +197,8 @@ def test_a_gradient_is_notified_at_once_with_the_event_behind_its_kernel(opened:
 
 @pytest.fixture
 def digested(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """What is computed for a digest is there at once. The event behind it, ``opened.event``, is the test's. It is one of the
-    layer beneath: torch's would open device 0 in the thread that waits for it."""
+    """A digest is computed at once. The test controls the event behind it, ``opened.event``, which is one of the layer beneath:
+    torch's would open device 0 in the thread that waits for it."""
     opened.event = FakeEvent()
     monkeypatch.setattr(opened.layer, "current_stream", lambda of: SimpleNamespace(record=lambda: opened.event))
     monkeypatch.setattr(device_module, "digest_on_device", lambda values: values)

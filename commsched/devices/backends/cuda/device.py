@@ -22,7 +22,7 @@ from ...arithmetic import require_cast, require_equal_sizes, require_quotients
 
 _NOT_READY = 600  # cudaErrorNotReady
 
-#: From so many bytes on, pinned memory is mapped by itself. cupy's pool would make it a power of two, and keep it.
+#: Pinned memory of so many bytes or more is mapped by itself. cupy's pool would make it a power of two, and keep it.
 _OWN_PAGES = 1 << 20
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
