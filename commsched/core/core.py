@@ -108,7 +108,7 @@ class Core:
         self._duplicates = Duplicates(transport.world_size)
         self._waits: list[Callable[[], Wait]] = []  # the current waits of engine threads
         self._draining = 0  # how many of them wait for tasks that need not be the last of a tensor
-        self._lock = threading.RLock()  # a signal handler may come here in a thread that has it: see _lock_to_wait
+        self._lock = threading.RLock()  # a signal handler may come here in a thread that has it: see ``interrupts``
         self._wakes: SimpleQueue[None] = (
             SimpleQueue()
         )  # the dispatcher waits for an item; a Condition costs several times as much
@@ -889,7 +889,12 @@ class Core:
         self._on_failure(error)
 
     def close(self) -> None:
-        """End the dispatcher. Waits and later calls raise ClosedError. Idempotent. Any thread except a transport's."""
+        """End the dispatcher. Waits and later calls raise ClosedError. Idempotent. Any thread except a transport's.
+
+        Raises:
+            UnsupportedError: the calling thread has the lock, which the dispatcher needs to end. Nothing has changed.
+        """
+        self.require_may_wait()
         with self._lock:
             self._closed = True
             self._rouse()
@@ -901,7 +906,7 @@ class Core:
     def leave_in_child(self) -> None:
         """Make every wait and call raise ClosedError in a forked process, where no thread starts or completes tasks. The locks
         are replaced because threads that do not exist in the child may hold them."""
-        self._lock = threading.RLock()  # a signal handler may come here in a thread that has it: see _lock_to_wait
+        self._lock = threading.RLock()  # a signal handler may come here in a thread that has it: see ``interrupts``
         self._wakes = SimpleQueue()
         self._progress = threading.Condition(self._lock)
         self._failure = ClosedError(FORKED)
@@ -913,14 +918,22 @@ class Core:
         if self._closed:
             raise ClosedError("this session is closed")
 
-    def _lock_to_wait(self) -> threading.RLock:
-        """The lock, for a wait. A signal handler or a finalizer may have interrupted its thread while that had the lock and
-        changed what the lock guards: it cannot wait there. Raises UnsupportedError."""
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # Condition relies on it, too
+    @property
+    def interrupts(self) -> bool:
+        """Whether the caller is a signal handler, or a finalizer, that has interrupted its thread while that had the lock and
+        changed what the lock guards. Nothing can be waited for there."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # Condition relies on it, too
+
+    def require_may_wait(self) -> None:
+        """Require that the calling thread may wait for others: see :attr:`interrupts`. Raises UnsupportedError."""
+        if self.interrupts:
             raise UnsupportedError(
                 "a signal handler or a finalizer waits for commsched, but has interrupted its thread within commsched: let it "
                 "note what is to be done, and do that in the training loop"
             )
+
+    def _lock_to_wait(self) -> threading.RLock:
+        self.require_may_wait()
         return self._lock
 
     def _wait_until(self, condition: Callable[[], bool], wait: Callable[[], Wait], drains: bool = False) -> None:

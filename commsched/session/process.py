@@ -30,7 +30,7 @@ log = logging.getLogger("commsched")
 #: Time in which a rank should raise the job's failure; after it, the failure is logged.
 _NOTICE_SECONDS = 1.0
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may come here in a thread that has it
 _current: Session | None = None
 _member: ElasticMember | None = None  # of an elastic job, as soon as this process has asked for a place
 
@@ -144,9 +144,15 @@ def shutdown() -> None:
     """Close the session of this process, if there is one; see ``Session.close``."""
     global _current
     with _lock:
-        session, _current = _current, None
-    if session is not None:
+        session = _current
+    if session is None:
+        return
+    try:
         session.close()
+    finally:  # one that a signal handler could not close is closed at exit
+        with _lock:
+            if session.closed and _current is session:
+                _current = None
 
 
 def require_world_size(world_size: int, who: str) -> None:

@@ -117,6 +117,7 @@ class Session:
         self.membership: ElasticMember | None = None
         self.place: Place | None = None
         self._ended_itself = False
+        self._aborts = threading.RLock()  # a signal handler may abort a session whose end it has interrupted
         self.cleanup = ExitStack()
         self._pid = os.getpid()
         self.check_weights = check_weights
@@ -544,9 +545,12 @@ class Session:
 
         Raises:
             CommschedError: a rank failed before the last averages were complete.
+            UnsupportedError: a signal handler or a finalizer calls it, and has interrupted its thread within commsched. The
+                session is still open.
         """
         if self.closed or self.is_forked:
             return
+        self.core.require_may_wait()
         try:
             self._stop_tuner(wait=True)
             for callback in tuple(self._close_callbacks):  # a callback may unregister itself
@@ -573,13 +577,20 @@ class Session:
 
     def abort(self, reason: str) -> None:
         """End at once, and report ``reason`` to every rank unless the job has failed. Not collective; idempotent; never
-        raises."""
+        raises. Called by a signal handler that has interrupted its thread within commsched, it ends the session in another
+        thread, as soon as the handler has returned."""
         if self.closed or self.is_forked:
             return
-        if self.failure is None:
-            self._ended_itself = True
-            self._control.report_and_wait(TransportError(f"rank {self.rank} ended: {reason}", rank=self.rank))
-        self._tear_down()
+        if self._core.interrupts:
+            threading.Thread(target=self.abort, args=[reason], name="commsched-abort").start()
+            return
+        with self._aborts:
+            if self.closed:
+                return
+            if self.failure is None:
+                self._ended_itself = True
+                self._control.report_and_wait(TransportError(f"rank {self.rank} ended: {reason}", rank=self.rank))
+            self._tear_down()
 
     def _tear_down(self, graceful: bool = False) -> None:
         self.closed = True

@@ -883,7 +883,7 @@ def test_who_has_interrupted_a_thread_within_the_core_does_not_wait_there(world:
         with world.core._lock, pytest.raises(UnsupportedError, match="has interrupted its thread within commsched"):
             wait()
 
-    for wait in (group.proxies[0].wait, world.core.drain, group.begin_step, world.core.reserve_group):
+    for wait in (group.proxies[0].wait, world.core.drain, group.begin_step, world.core.reserve_group, world.core.close):
         in_thread(partial(interrupted, wait)).result(60)
 
 

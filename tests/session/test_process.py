@@ -37,6 +37,19 @@ def test_a_process_without_launcher_is_one_rank(monkeypatch: pytest.MonkeyPatch,
         commsched.init(partiton="1MB")
 
 
+def test_a_session_that_a_handler_could_not_close_stays_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    session = commsched.init()
+    with session.core._lock, pytest.raises(commsched.UnsupportedError, match="has interrupted its thread within commsched"):
+        commsched.shutdown()
+    assert commsched.init() is session
+    with process._lock:  # it has interrupted init
+        commsched.shutdown()
+    assert session.closed
+    assert commsched.init() is not session
+    commsched.shutdown()
+
+
 def test_a_library_that_counts_other_ranks_than_the_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     commsched.require_world_size(3, "its own launcher")

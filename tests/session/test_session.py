@@ -692,6 +692,29 @@ def test_a_rank_that_ends_keeps_its_connections_until_the_job_knows_why(monkeypa
     assert happened == ["rank 0 ended: boom", "closed"]
 
 
+def test_a_handler_that_interrupts_the_core_closes_no_session_and_aborts_one_when_it_has_returned() -> None:
+    """The end waits for the dispatcher, which waits for the lock of the interrupted thread."""
+    [session] = local_sessions(1)
+    step(session, session.register(manifest(1), buffers(manifest(1))), 1.0)
+
+    def handle() -> None:
+        with session.core._lock:
+            with pytest.raises(UnsupportedError, match="has interrupted its thread within commsched"):
+                session.close()
+            assert not session.closed
+            session.abort("SIGTERM")
+            assert not session.closed
+
+    interrupted = threading.Thread(target=handle, daemon=True)
+    interrupted.start()
+    interrupted.join(60)
+    assert not interrupted.is_alive()
+    [aborting] = [each for each in threading.enumerate() if each.name == "commsched-abort"] or [interrupted]
+    aborting.join(60)
+    assert session.closed
+    session.abort("too late")
+
+
 @pytest.mark.parametrize(
     ("error", "reported"),
     [(PeerLost("rank 1 is gone"), PeerLost), (TransportError("no way"), TransportError), (ConfigError("no"), TransportError)],

@@ -16,6 +16,7 @@ import commsched
 from ...core.errors import ClosedError, CommschedError, TransportError, error_text
 from ...core.interfaces import TaskObserver
 from ...core.task import CommTask
+from ..common.waits import require_may_wait
 from .agreement import Agreement
 from .exchange import Bundle, GradientExchange
 from .gate import Gate, Passage, Signals
@@ -129,6 +130,7 @@ class Updater:
     def _wait(self, index: int) -> None:
         exchange = self.exchange
         assert exchange is not None
+        require_may_wait(f"'{self.gates[index].variable.name}', whose update is outstanding,")
         try:
             exchange.wait(index)  # warns of a long wait, and raises the failure of the session
             with self._changed:

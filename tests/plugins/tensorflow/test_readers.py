@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from commsched import Session
+from commsched import Session, UnsupportedError
 from commsched.plugins.tensorflow import ScheduledOptimizer
 from commsched.testing.check_plugin import Delayed
 
@@ -86,6 +87,30 @@ def test_readers() -> None:
     plain, ours = after_each_step(read, compiled=False, steps=len(READERS))
     for name, expected, value in zip(READERS, plain, ours, strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_a_finalizer_that_runs_in_a_thread_of_commsched_does_not_wait_there() -> None:
+    """Updates are made by that thread. Python's garbage collector calls finalizers in whichever thread makes objects."""
+    refused: list[str] = []
+
+    def finalize(model: Any) -> None:
+        try:
+            model.weights[0].numpy()
+        except UnsupportedError as error:
+            refused.append(str(error))
+
+    def body(session: Session) -> None:
+        model = made(mlp, 0)
+        optimizer = ScheduledOptimizer(adam(), model, session=session)
+        step_of(model, optimizer, compiled=False)(INPUTS[0], TARGETS[0])
+        thread = threading.Thread(target=finalize, args=(model,), name=f"commsched-update of rank {session.rank}")
+        thread.start()
+        thread.join()
+        assert np.isfinite(model.weights[0].numpy()).all()
+
+    on_ranks(body, wrap=lambda transport: Delayed(transport, transport.rank, 0.2))
+    assert refused
+    assert all("whose update is outstanding, is read in the thread commsched-update of rank" in text for text in refused)
 
 
 def test_readers_in_graphs() -> None:
