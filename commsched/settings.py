@@ -357,7 +357,8 @@ class Settings:
     hierarchy: str = _setting(
         OneOf("auto", "on", "off"),
         "auto",
-        "sum over the ranks of a host first, and let one of them use the network: auto (if there are several hosts), on, off",
+        "sum over the ranks of a host first, and let one of them use the network: auto (if several hosts have several ranks), "
+        "on, off",
         same_on_all_ranks=True,
         run_option=True,
         some_transports=True,

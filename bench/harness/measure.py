@@ -49,8 +49,8 @@ TOLERATED_DIFFERENCE = 1e-4
 MIN_SAMPLES = 6
 
 
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> dict[str, Any]:
-    """``{"median", "low", "high", "count"}``: the median, and the interval that contains the true median with ``confidence``.
+def median_interval(samples: Sequence[float]) -> dict[str, Any]:
+    """``{"median", "low", "high", "count"}``: the median, and the interval that contains the true median with 95 % confidence.
 
     The ends of the interval are order statistics. It assumes nothing about the distribution except that the samples are
     independent (H. A. David and H. N. Nagaraja, "Order Statistics", section 7.1). Fewer than :data:`MIN_SAMPLES` samples cannot
@@ -62,7 +62,7 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> dict[
     if not samples:
         raise ValueError("a median needs samples")
     ordered = sorted(samples)
-    rank = interval_rank(len(ordered), confidence)
+    rank = interval_rank(len(ordered), 0.95)
     return {"median": median(ordered), "low": ordered[rank], "high": ordered[-1 - rank], "count": len(ordered)}
 
 

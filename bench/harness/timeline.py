@@ -43,7 +43,7 @@ class Recorder(Observer):
     def __init__(self, model: torch.nn.Module) -> None:
         self._lock = threading.Lock()
         self._recording = False
-        self._began = self._forward_began = self._forward_ended = 0.0
+        self._began = self._forward_ended = 0.0
         self._forward_at: dict[str, float] = {}
         self._gradient_at: dict[str, float] = {}
         self._messages: list[_Message] = []
@@ -79,12 +79,8 @@ class Recorder(Observer):
         self._recording = True
         self._began = monotonic()
 
-    def forward_begins(self) -> None:
-        self._forward_began = monotonic()
-
     @contextmanager
     def forward_of_next_step(self) -> Iterator[None]:
-        self.forward_begins()
         yield
         self._forward_ended = monotonic()
 

@@ -510,6 +510,8 @@ def _choices(setting: Field[Any]) -> str:
 def _default(setting: Field[Any]) -> str:
     """The default of a setting as a user writes it."""
     value = setting.default
+    if value == ():
+        return "none"
     if value is None:
         try:
             return "auto" if setting.metadata["parse"]("auto", setting.name) is None else "none"

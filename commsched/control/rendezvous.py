@@ -280,7 +280,7 @@ def own_host(settings: Settings, control_address: str) -> str:
     which this rank reaches rank 0. The latter is a loopback address if rank 0 listens at one.
 
     Raises:
-        ConfigError: rank 0's host was not found within ``join_within``.
+        ConfigError: rank 0's host was not found within ``join_within``, or this rank reaches it from a link-local address only.
     """
     if settings.hosts:
         return settings.hosts[0]
@@ -292,12 +292,19 @@ def own_host(settings: Settings, control_address: str) -> str:
             family, kind, protocol, _, where = found[0]
             with socket.socket(family, kind, protocol) as probe:  # sends nothing: only asks for the route
                 probe.connect(where)
-                return str(probe.getsockname()[0])
+                own = str(probe.getsockname()[0])
+            break
         except (OSError, UnicodeError) as error:  # UnicodeError: a name with an empty part
             if time.monotonic() >= deadline:
                 why = getattr(error, "strerror", None) or error
                 raise ConfigError(f"control={control_address!r} cannot be reached: {why}") from error
         time.sleep(0.2)  # polls only while joining: names and routes may come up late
+    if ipaddress.ip_address(own).is_link_local and ":" in own:
+        raise ConfigError(
+            f"this rank reaches control={control_address!r} from {own}, a link-local address, which needs the name of a "
+            "network card on each host: let control be another address of rank 0's host, or set COMMSCHED_HOST on every rank"
+        )
+    return own
 
 
 def bracketed(host: str) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,6 +272,23 @@ def test_hosts() -> None:
     assert own_host(Settings(), "127.0.0.1:1") == "127.0.0.1"
     assert own_host(Settings(host="10.0.0.7"), "10.0.0.1:1") == "10.0.0.7"
     assert own_host(Settings(), "127.0.0.1:1") == "127.0.0.1"  # the address by which rank 0 is reached
+
+
+def test_a_link_local_address_is_no_address_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe(ExitStack):
+        def __init__(self, *which: object) -> None:
+            super().__init__()
+
+        def connect(self, where: object) -> None: ...
+
+        def getsockname(self) -> tuple[object, ...]:
+            return "fe80::fc:ff:fe00:1", 40000, 0, 2
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    with pytest.raises(
+        ConfigError, match=r"from fe80::fc:ff:fe00:1, a link-local address.*or set COMMSCHED_HOST on every rank"
+    ):
+        own_host(Settings(), "[::1]:29500")
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ def number_in(session: commsched.Session, what: str = "optimizer") -> tuple[int,
     return counts[what], "" if counts[what] == 1 else f" of {what} {counts[what]}"
 
 
-def count_in(session: commsched.Session, what: str = "optimizer") -> int:
-    """How many ``what`` :func:`number_in` has numbered."""
-    return _counts.get(session, Counter())[what]
+def count_in(session: commsched.Session) -> int:
+    """How many optimizers :func:`number_in` has numbered."""
+    return _counts.get(session, Counter())["optimizer"]
 
 
 class WeightsCheck:

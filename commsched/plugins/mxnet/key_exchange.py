@@ -111,7 +111,8 @@ class KeyExchange(RoundExchange):
         expected = list(self._specs)[len(self._pushed)]
         if name != expected:
             raise UnsupportedError(
-                f"{name} is pushed before {expected}, and after it in the first step: push keys in the same order in each step"
+                f"{name} is pushed before {expected}, and after it in the first step: push keys in the same order in each "
+                f"step; if {expected} is not pushed any more, since its parameter is frozen, make another Trainer"
             )
 
     def offer_end(self) -> None:

@@ -20,9 +20,14 @@ from weakref import WeakSet
 import mxnet as mx
 from mxnet.base import _LIB as _mxnet
 from mxnet.base import check_call
+from mxnet.ndarray.ndarray import dl_managed_tensor_deleter
 
 from ...core import errors
 from ...core.errors import ClosedError, CommschedError, UnsupportedError
+
+# MXNet calls this when an array that ``mx.nd.from_numpy`` made is freed. At exit Python may free it before the last of those
+# arrays; it does so in a script that imports ``mxnet.contrib.amp``, and the process ended by SIGSEGV. So it is never freed.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(dl_managed_tensor_deleter))
 
 _CPU = (ctypes.c_int * 2)(1, 0)  # the engine's Context: cpu(0)
 _PRIORITIZED = ctypes.c_int(3)  # FnProperty::kCPUPrioritized: runs in threads that compute no layers

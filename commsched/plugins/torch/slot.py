@@ -216,7 +216,8 @@ class Slot:
         if gradient.layout != expected or gradient.dtype != self.view.dtype or gradient.device != self.view.device:
             raise UnsupportedError(
                 f"the gradient of '{self.name}' is {gradient.dtype}, {gradient.layout} on {gradient.device}; when it was "
-                f"wrapped, the parameter was dense {self.view.dtype} on {self.view.device}"
+                f"wrapped, the parameter was dense {self.view.dtype} on {self.view.device}: after changing the dtype or the "
+                "device make a new optimizer, and a new ScheduledOptimizer of it"
             )
 
     def bring_into_buffer(self, given: dict[Slot, torch.UntypedStorage]) -> None:

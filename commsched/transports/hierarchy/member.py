@@ -349,6 +349,7 @@ class Connection:
                 self._mirrors[message.group] = SharedBuffers(self._manifests[message.group], attach(fds[0]))
             elif message.kind is Kind.RELEASED:
                 self._contributions.release(self._index, (message.group,))
+                self.release(message.group)  # the leader may have released it before the member announced it
             elif message.kind is Kind.GOODBYE:
                 self._said_goodbye = True
                 self._contributions.leave(self._index)

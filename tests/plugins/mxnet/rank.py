@@ -16,6 +16,7 @@ session = commsched.init()  # before MXNet is imported, whose engine must end af
 import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mxnet import gluon, nd  # noqa: E402
+from mxnet.contrib import amp  # noqa: E402, F401  # changes in which order Python frees what MXNet uses at exit
 
 import commsched.plugins.mxnet as cs  # noqa: E402
 

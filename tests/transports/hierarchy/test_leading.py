@@ -212,6 +212,19 @@ def test_memory_ends_with_its_group_and_all_of_it_with_close() -> None:
     assert open_files() == files
 
 
+def test_a_group_that_its_leader_releases_before_a_member_announces_it_is_forgotten() -> None:
+    with opened(three_and_the_rest, 2) as (leader, member):
+        for group in range(20):
+            leader.add_group(group, one("uint8", 70))
+            leader.release(group)
+            member.add_group(group, one("uint8", 70))
+            member.release(group)
+        add_group([leader, member], 20, one("uint8", 70))
+        average([leader, member], 20, one("uint8", 70), [bytes(70)] * 2)
+        [connection] = leader._members
+        assert list(connection._manifests) == [20]
+
+
 def test_many_broadcasts_of_a_job_need_few_descriptors() -> None:
     """Whoever makes a broadcast releases its group, and the transport hears of it."""
     everybodys = contexts(three_and_the_rest, [pytest.fail] * 4)

@@ -42,8 +42,9 @@ MAX_RAW_BYTES = 2 * MAX_PARTITION_BYTES
 #: The most bytes of a message. A larger message is not read.
 MAX_MESSAGE_BYTES = HEADER_BYTES + MAX_RAW_BYTES
 
-#: The most bytes of a payload that is not gradients: room for a manifest of 100,000 tensors.
-MAX_JSON_BYTES = 16 * 2**20
+#: The most bytes of a payload that is not gradients: as many as the control channel carries, by which ranks compare a manifest
+#: before. It has room for one of some 500,000 tensors.
+MAX_JSON_BYTES = 64 * 2**20
 
 _DTYPES = ("", *ITEMSIZE)  # a dtype is sent as its index here; 0 means no dtype
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}

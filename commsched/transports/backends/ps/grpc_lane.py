@@ -13,7 +13,7 @@ from ....net.tls import probe
 from ...averaging.contributions import PartitionKey
 from .frame import MAX_MESSAGE_BYTES, Frame, FrameKind, decode, encode
 from .send_queue import SendQueue
-from .stream import Allocate, Stream, StreamBroken, StreamOptions
+from .stream import Allocate, ServedStream, StreamBroken, StreamOptions
 
 #: How long one attempt to find out whether the server is up and belongs to this job may take, and the pause before the next.
 _PROBE_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
@@ -105,18 +105,24 @@ _GRACE_SECONDS = 1.0
 class GrpcPort:
     """See ``Port``. gRPC sends in one thread for each stream, and a thread of ours receives for each stream."""
 
-    def __init__(self, address: str, options: StreamOptions) -> None:
+    def __init__(self, address: str, options: StreamOptions, most_connections: int) -> None:
         self._rate_limiter = options.rate_limiter
         self._executor = DaemonExecutor("commsched-ps")
         self._readers = DaemonExecutor("commsched-ps-reader")
+        # Over TLS a worker also looks at the server's certificate by a connection of its own.
         self._server = make_server(
-            self._executor, options.token, options.fail_after_seconds, MAX_MESSAGE_BYTES, identity=options.identity
+            self._executor,
+            options.token,
+            options.fail_after_seconds,
+            MAX_MESSAGE_BYTES,
+            most_connections=2 * most_connections,
+            identity=options.identity,
         )
         self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address, options.identity)}"
 
-    def serve(self, handle: Callable[[Stream, str], None]) -> None:
+    def serve(self, handle: Callable[[ServedStream, str], None]) -> None:
         def exchange(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            stream = _ServerStream(context.peer(), SendQueue(self._rate_limiter), requests)
+            stream = _ServerStream(context, SendQueue(self._rate_limiter), requests)
             if context.add_callback(stream.outbox.abort):
                 self._readers.submit(handle, stream, job_of(context))
             else:
@@ -140,12 +146,17 @@ class GrpcPort:
 
 
 class _ServerStream:
-    """See ``Stream``."""
+    """See ``ServedStream``."""
 
-    def __init__(self, peer: str, outbox: SendQueue, requests: Iterator[bytes]) -> None:
-        self.peer = peer
+    def __init__(self, context: grpc.ServicerContext, outbox: SendQueue, requests: Iterator[bytes]) -> None:
+        self.peer = context.peer()
         self.outbox = outbox
+        self._context = context
         self._requests = requests
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._context.is_active()
 
     def frames(self, place: Allocate) -> Iterator[Frame]:
         try:

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from ....core.errors import CommschedError
 from ....core.interfaces import OnFailure
+from ....net.rpc import most_strangers
 from .frame import WorkerHello
 from .service import Service, ServiceContext
-from .stream import Stream, StreamOptions, open_port
+from .stream import ServedStream, StreamOptions, open_port
 
 
 class Shard:
@@ -25,7 +26,8 @@ class Shard:
     """
 
     def __init__(self, address: str, options: StreamOptions, context: ServiceContext) -> None:
-        self._port = open_port(address, options)
+        workers = 0 if context.contributors is None else context.contributors.world_size
+        self._port = open_port(address, options, workers)
         #: ``host:port`` as bound.
         self.address = self._port.address
         #: Handles the messages of this server. A rank in the same process calls it directly.
@@ -70,7 +72,7 @@ class Server:
         self._changed = threading.Condition()  # guards the two below
         self._service: Service | None = None  # of the job in hand, or of the next one
         self._closed = False
-        self._port = open_port(address, options)
+        self._port = open_port(address, options, most_strangers())  # besides, this process opens hardly any file
         #: ``host:port`` as bound.
         self.address = self._port.address
         self._port.serve(self._serve)
@@ -142,12 +144,13 @@ class Server:
             self._service = service
             self._changed.notify_all()
 
-    def _serve(self, stream: Stream, job: str) -> None:
-        """Let the service of the job in hand handle ``stream``. Called in a thread of the stream's own."""
+    def _serve(self, stream: ServedStream, job: str) -> None:
+        """Let the service of the job in hand, or of the next one if that job has failed, handle ``stream``. Called in a thread
+        of the stream's own."""
         with self._changed:
-            self._changed.wait_for(lambda: self._service is not None or self._closed)
+            self._changed.wait_for(lambda: self._closed or (self._service is not None and not self._service.has_failed))
             service = self._service
-        if service is None:
+        if service is None or stream.has_ended:  # a worker of a job that has ended; its hello must not begin that job again
             stream.outbox.abort()
         else:
             service.serve(stream, job)

@@ -119,6 +119,11 @@ class Service:
         return self._aggregator
 
     @property
+    def has_failed(self) -> bool:
+        """Whether its job has failed."""
+        return self._failure is not None
+
+    @property
     def job(self) -> str:
         """The job's name. If it was not given, it is empty until the first worker was greeted."""
         return self._job or ""
@@ -290,12 +295,12 @@ class Service:
 
     def _greet(self, worker: _Worker, hello: WorkerHello) -> None:
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
             if self._job is not None and worker.job != self._job:
                 raise ConfigError(
                     f"rank {hello.member} belongs to {called(worker.job)}; this server serves {called(self._job)}"
                 )
+            if self._failure is not None:
+                raise self._failure
             first = not self._greeted
             if self._aggregator is None:
                 self._aggregator = Aggregator(hello.contributors, self.fail)

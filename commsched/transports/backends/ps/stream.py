@@ -100,6 +100,14 @@ class Stream(Protocol):
         """
 
 
+class ServedStream(Stream, Protocol):
+    """The server's end of a stream."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the worker has ended its connection. Messages that came before may not have been read yet."""
+
+
 class WorkerStream(Stream, Protocol):
     """The worker's end of a stream. ``frames`` connects first."""
 
@@ -116,7 +124,7 @@ class Port(Protocol):
     #: ``host:port`` as bound.
     address: str
 
-    def serve(self, handle: Callable[[Stream, str], None]) -> None:
+    def serve(self, handle: Callable[[ServedStream, str], None]) -> None:
         """Call ``handle`` with each stream and the name of its worker's job, in a thread of the stream's own. The stream ends
         when ``handle`` returns."""
 
@@ -157,8 +165,12 @@ def open_streams(
     return [first, *(TcpStream(peer, each, options, job, waits, beside=first) for each in others)]
 
 
-def open_port(address: str, options: StreamOptions) -> Port:
+def open_port(address: str, options: StreamOptions, most_connections: int = 0) -> Port:
     """Return a server's port at ``address``: ``host:port``, or several of them. Port 0 means any free port.
+
+    Args:
+        most_connections: how many workers may connect, if that is known. gRPC accepts no more than that, or than a share of
+            the file descriptors.
 
     Raises:
         ConfigError: the server cannot listen at the address, or the token is empty.
@@ -167,7 +179,7 @@ def open_port(address: str, options: StreamOptions) -> Port:
         from .grpc_lane import GrpcPort
 
         _require_one(address)
-        return GrpcPort(address, options)
+        return GrpcPort(address, options, most_connections)
     from .tcp_lane import TcpPort
 
     return TcpPort(address, options)

@@ -56,6 +56,9 @@ _MAX_PARTS = 512
 #: The largest TCP_KEEPIDLE and TCP_KEEPINTVL that Linux accepts, and the number of unanswered probes after which it gives up.
 _MAX_PROBE_SECONDS, _UNANSWERED_PROBES = 2**15 - 1, 5
 
+#: The first field of ``struct tcp_info``, tcpi_state, while neither end has ended.
+_ESTABLISHED = 1
+
 #: Fields of ``struct tcp_info``: tcpi_retransmits, tcpi_probes, tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB52xI")
 
@@ -64,7 +67,7 @@ _DELIVERY_RATE = struct.Struct("=160xQ")
 
 
 class TcpConnection:
-    """See ``Stream``. One thread sends, and the thread that iterates ``frames`` receives.
+    """See ``ServedStream``. One thread sends, and the thread that iterates ``frames`` receives.
 
     The payload goes from the task's memory to the kernel, and from the kernel to its destination, without a copy in between.
 
@@ -95,6 +98,10 @@ class TcpConnection:
         self._poll_ms = 1e3 * _silence_seconds(fail_after_seconds)
         self._sender = threading.Thread(target=self._send_all, name=name, daemon=True)
         self._sender.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED
 
     def frames(self, place: Allocate) -> Iterator[Frame]:
         header = memoryview(bytearray(HEADER_BYTES))

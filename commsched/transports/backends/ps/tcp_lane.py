@@ -11,14 +11,14 @@ from contextlib import ExitStack, suppress
 from time import monotonic
 from typing import Any
 
-from ....core.errors import ConfigError
+from ....core.errors import ConfigError, TransportError, to_record
 from ....net.handshake import HandshakeRejected
 from ....net.rpc import DaemonExecutor, listen, most_strangers
 from ....net.tls import TlsSocket
 from ....settings import each_of, together
-from .frame import Frame
+from .frame import Frame, FrameKind, encode, json_frame
 from .send_queue import SendQueue
-from .stream import Allocate, Stream, StreamBroken, StreamOptions
+from .stream import Allocate, ServedStream, StreamBroken, StreamOptions
 from .tcp_connection import LANE, TcpConnection
 from .tls_connection import TlsConnection
 
@@ -139,6 +139,9 @@ _MAX_OF_ALL_HOSTS = 1024
 #: How long streams may take to end in good order when the port closes, and how long a stream lingers after its last message.
 _GRACE_SECONDS = 1.0
 
+#: Room for a hello.
+_HELLO_BYTES = 64 * 1024
+
 #: How often the log mentions connections that were refused.
 _WARN_EVERY_SECONDS = 10.0
 
@@ -170,7 +173,7 @@ class TcpPort:
         self._closed = False
         self._warn_again_at = 0.0
 
-    def serve(self, handle: Callable[[Stream, str], None]) -> None:
+    def serve(self, handle: Callable[[ServedStream, str], None]) -> None:
         for listening in self._listening:
             self._executor.submit(self._accept, listening, handle)
 
@@ -191,7 +194,7 @@ class TcpPort:
 
     # --- the accepting threads ---
 
-    def _accept(self, listening: socket.socket, handle: Callable[[Stream, str], None]) -> None:
+    def _accept(self, listening: socket.socket, handle: Callable[[ServedStream, str], None]) -> None:
         while (connection := self._next(listening)) is not None:
             accepted, peer = connection
             self._make_room()
@@ -242,7 +245,7 @@ class TcpPort:
 
     # --- the thread of one connection ---
 
-    def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[Stream, str], None]) -> None:
+    def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[ServedStream, str], None]) -> None:
         try:
             made, job = LANE.answer(
                 accepted, self._options.token, self._options.identity, _HANDSHAKE_SECONDS, lambda: self._proven(accepted)
@@ -260,17 +263,27 @@ class TcpPort:
                 raise HandshakeRejected("it was closed to make room for others")
             self._open[accepted] = None
 
-    def _serve(self, accepted: socket.socket | TlsSocket, peer: str, job: str, handle: Callable[[Stream, str], None]) -> None:
+    def _serve(
+        self, accepted: socket.socket | TlsSocket, peer: str, job: str, handle: Callable[[ServedStream, str], None]
+    ) -> None:
         outbox = SendQueue(self._options.rate_limiter)
         try:
             connection = _connection(accepted, peer, outbox, "commsched-ps-sender", self._options.fail_after_seconds)
         except (OSError, RuntimeError) as error:  # the system lacks a resource, for example a thread
-            return log.warning("%s cannot serve %s: %s", self.address, peer, error)
+            return self._refuse(accepted, TransportError(f"{self.address} cannot serve {peer}: {error}"))
         try:
             handle(connection, job)
             connection.linger(_GRACE_SECONDS)
         finally:
             connection.close()
+
+    def _refuse(self, accepted: socket.socket | TlsSocket, error: TransportError) -> None:
+        """Tell the worker, which was admitted and does not try again, without a thread that sends."""
+        log.warning("%s", error)
+        with suppress(OSError):  # it has ended by itself
+            accepted.settimeout(_GRACE_SECONDS)
+            accepted.sendall(encode(json_frame(FrameKind.ERROR, to_record(error))))
+            accepted.recv(_HELLO_BYTES)  # if it were unread, the end of the connection could overtake the error
 
     # --- both threads ---
 

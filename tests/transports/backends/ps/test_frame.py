@@ -148,7 +148,7 @@ def header(magic=MAGIC, version=VERSION, kind=3, dtype=3, start=0, stop=4, nbyte
         (header(kind=FrameKind.ACK) + b"abcd", r"an? ACK has 4 bytes of payload; the limit is 0"),
         (
             header(kind=FrameKind.GROUP, nbytes=MAX_JSON_BYTES + 1),
-            r"a GROUP has 16777217 bytes of payload; the limit is 16777216",
+            r"a GROUP has 67108865 bytes of payload; the limit is 67108864",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,13 +15,13 @@ from pathlib import Path
 import pytest
 
 import commsched
-from commsched.core.errors import CommschedError, ConfigError, PeerLost
+from commsched.core.errors import CommschedError, ConfigError, PeerLost, TransportError
 from commsched.core.interfaces import OnFailure
 from commsched.core.manifest import Manifest, TensorSpec
-from commsched.transports.backends.ps.frame import WorkerHello
+from commsched.transports.backends.ps.frame import FrameKind, WorkerHello, json_frame
 from commsched.transports.backends.ps.reserve import reserve
 from commsched.transports.backends.ps.server import Server
-from commsched.transports.backends.ps.stream import StreamOptions
+from commsched.transports.backends.ps.stream import StreamOptions, open_streams
 from commsched.transports.backends.ps.transport import PsTransport
 
 from ...worlds import TOKEN, a_context, open_ps
@@ -282,6 +283,73 @@ def test_a_server_is_reserved_when_the_job_in_hand_has_ended(lane):
     transport.close(graceful=False)
     connect(server.address, 0, pytest.fail, 1, lane, "generation 2").close()
     assert server.outcome() is None
+
+
+@pytest.mark.parametrize("next_job", ["a job", "another job"])
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_the_next_job_waits_while_one_that_has_failed_is_ended(lane, next_job):
+    """Until the control channel has said what the first cause was, which takes long if rank 0 is frozen."""
+    server = Serving(lane=lane, jobs=2)
+    reported = queue.SimpleQueue()
+    server.membership.report = reported.put
+    transports = [connect(server.address, rank, print, 2, lane, "a job") for rank in range(2)]
+    _, on_failure = server.joined.get(timeout=60)
+    transports[1].close(graceful=False)
+    assert str(reported.get(timeout=60)).startswith("rank 1 is gone")
+    connected = queue.SimpleQueue()
+    asking = threading.Thread(target=lambda: connected.put(connect(server.address, 0, pytest.fail, 1, lane, next_job)))
+    asking.start()
+    with pytest.raises(queue.Empty):
+        connected.get(timeout=0.5)
+    on_failure(PeerLost("rank 1 is gone"))
+    assert str(server.outcome()) == "rank 1 is gone"
+    connected.get(timeout=60).close()
+    assert server.outcome() is None
+    for transport in transports:
+        transport.close(graceful=False)
+
+
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_a_worker_that_has_died_does_not_begin_its_job_again(lane, monkeypatch):
+    """It had greeted the server between two jobs."""
+    came, sent = queue.SimpleQueue(), threading.Event()
+    serve = Server._serve
+
+    def seen(server, stream, job):
+        came.put(stream)
+        serve(server, stream, job)
+
+    monkeypatch.setattr(Server, "_serve", seen)
+    server = Server("127.0.0.1:0", StreamOptions(TOKEN, lane))
+    [dead] = open_streams("the server", server.address, StreamOptions(TOKEN, lane), "a job")
+    dead.outbox.put(json_frame(FrameKind.HELLO, WorkerHello(0, 1, 0, "h:1").to_record()), sent.set)
+
+    def read():
+        with suppress(TransportError):  # gRPC's call was cancelled
+            list(dead.frames(pytest.fail))
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    stream = came.get(timeout=60)
+    assert lane == "grpc" or sent.wait(60)  # gRPC does not say so before an answer
+    assert not stream.has_ended
+    dead.abort()
+    reading.join(60)
+    dead.close()
+    while not stream.has_ended:
+        time.sleep(0.01)
+    jobs = queue.SimpleQueue()
+
+    def join(hello, job, on_failure):
+        jobs.put(job)
+        return FakeMembership()
+
+    serving = threading.Thread(target=server.serve_job, args=(join,))
+    serving.start()
+    connect(server.address, 0, pytest.fail, 1, lane, "the next job").close()
+    serving.join(60)
+    server.close()
+    assert jobs.get(timeout=60) == "the next job"
 
 
 @pytest.mark.parametrize("lane", ["tcp", "grpc"])

@@ -24,6 +24,7 @@ from commsched.transports.backends.ps.frame import (
     Frame,
     FrameKind,
     WorkerHello,
+    decode,
     encode,
     encode_header,
     json_frame,
@@ -408,14 +409,17 @@ def refuse_option(*_: object) -> None:
     raise OSError(errno.EINVAL, "Invalid argument")
 
 
-def test_a_connection_whose_options_the_system_refuses_is_not_served_and_the_log_says_why(monkeypatch, caplog, shard):
+def test_a_connection_whose_options_the_system_refuses_is_not_served_and_its_worker_is_told_why(monkeypatch, caplog, shard):
     server, _ = shard
     monkeypatch.setattr(tcp_connection, "_set_options", refuse_option)
     with closing(authenticated(server.address)) as worker:
-        assert everything_from(worker) == b""
+        worker.sendall(encode(json_frame(FrameKind.HELLO, WorkerHello(0, 2, 0).to_record())))
+        error = decode(everything_from(worker))
     [warning] = caplog.messages
     assert warning.startswith(f"{server.address} cannot serve 127.0.0.1:")
     assert warning.endswith(": [Errno 22] Invalid argument")
+    assert error.kind is FrameKind.ERROR
+    assert error.json()["message"] == warning
 
 
 def test_closing_leaves_neither_thread_nor_socket(monkeypatch):
