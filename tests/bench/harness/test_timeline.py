@@ -39,8 +39,8 @@ def record(during=lambda recorder: None):
     loss = layers(torch.ones(2)).sum()  # not yet recorded
     recorder.backward_begins()  # 101
     loss.backward()  # two gradients of layer 2 at 102 and 103, one of layer 0 at 104
-    with recorder.forward_of_next_step(), torch.no_grad():  # 105
-        layers(torch.ones(2))  # 106, 107; ends at 108
+    with recorder.forward_of_next_step(), torch.no_grad():
+        layers(torch.ones(2))  # 105, 106; ends at 107
     during(recorder)
     recorder.stop()
     layers(torch.ones(2)).sum().backward()
@@ -56,20 +56,20 @@ def of(entries, track):
 def test_layers_stand_from_one_to_the_next(clock):
     entries = record()
     assert of(entries, "backward") == [("2", 0.0, 2.0), ("0", 2.0, 3.0)]
-    assert of(entries, "forward") == [("0", 5.0, 6.0), ("2", 6.0, 7.0)]
+    assert of(entries, "forward") == [("0", 4.0, 5.0), ("2", 5.0, 6.0)]
     assert len(entries) == 4
     assert all(entry["priority"] is None and "ready" not in entry for entry in entries)
 
 
 def test_a_layer_computes_when_it_has_waited(clock):
     def during(recorder):
-        recorder.on_span("wait", "0.weight", 106.2, 106.8)
-        recorder.on_span("wait", "nothing to wait for", 106.9, 106.9)
-        recorder.on_span("update", "0.weight", 106.8, 106.9)
+        recorder.on_span("wait", "0.weight", 105.2, 105.8)
+        recorder.on_span("wait", "nothing to wait for", 105.9, 105.9)
+        recorder.on_span("update", "0.weight", 105.8, 105.9)
 
     entries = record(during)
-    assert of(entries, "wait") == [("0.weight", pytest.approx(5.2), pytest.approx(5.8))]
-    assert of(entries, "forward")[0] == ("0", pytest.approx(5.8), 6.0)
+    assert of(entries, "wait") == [("0.weight", pytest.approx(4.2), pytest.approx(4.8))]
+    assert of(entries, "forward")[0] == ("0", pytest.approx(4.8), 5.0)
 
 
 def test_partitions_are_named_by_their_first_layer_and_flags_are_no_gradients(clock):
