@@ -32,7 +32,7 @@ from ..settings import parse_switch
 from . import launch_guard
 
 if TYPE_CHECKING:
-    from .kept import KeptServers  # which needs numpy
+    from .elastic.kept import KeptServers  # which needs numpy
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
     ``own_token``: the job gets a token of its own, and ``environ`` has none for it.
     ``stdout`` is a descriptor to which ranks print instead of this process's stdout.
     ``environ`` is the environment of every process; the variables that make the process a part of the job are added to it.
-    With ``elastic`` the job outlives the loss of processes, see ``elastic.py``.
+    With ``elastic`` the job outlives the loss of processes, see ``elastic/``.
 
     Installs handlers that pass SIGINT, SIGTERM and SIGHUP on to every process, so it must be called from the main thread. A
     SIGINT or SIGHUP that is ignored stays ignored.
@@ -79,7 +79,7 @@ def run(
             # Variables of torchrun, for scripts that initialise torch.distributed or split their data by them.
             environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if elastic is not None:
-            from .elastic import run_elastic
+            from .elastic.job import run_elastic
 
             return run_elastic(directory, ranks, servers, command, environ, elastic)
         told = Path(directory, "told")

@@ -150,7 +150,7 @@ def _elasticity(arguments: argparse.Namespace, settings: Settings) -> Elasticity
     kept, token = None, read_token(settings)
     if settings.servers and token is not None:
         quiet_grpc()
-        from .kept import KeptServers
+        from .elastic.kept import KeptServers
 
         kept = KeptServers(settings, token)
     has_file = settings.token is None and (among is not None or kept is not None)

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from commsched.cli import elastic, launch
+from commsched.cli import launch
 from commsched.cli import launch_guard as guard
+from commsched.cli.elastic import job as elastic_job
 from commsched.cli.launch import Among, Elasticity, Ends, Job, ProcessEvent
 
 
@@ -185,7 +186,7 @@ def test_a_signal_before_the_job_has_begun_leaves_no_directory(monkeypatch: pyte
         os.kill(os.getpid(), number)
         return 0
 
-    monkeypatch.setattr(elastic, "run_elastic", run_elastic)
+    monkeypatch.setattr(elastic_job, "run_elastic", run_elastic)
     signal.signal(number, signal.SIG_DFL)
     with pytest.raises(SystemExit) as ended:
         launch.run(2, 0, ["train"], {}, Elasticity(2, 3, 60.0, 30.0))
@@ -227,7 +228,7 @@ def test_later_processes_of_an_elastic_job_have_the_token_that_the_first_ones_ha
         assert "COMMSCHED_TOKEN" not in environ
         return 0
 
-    monkeypatch.setattr(elastic, "run_elastic", run_elastic)
+    monkeypatch.setattr(elastic_job, "run_elastic", run_elastic)
     among = Among("10.0.0.1:7", "the first one", "job", 1, None, None, 5.0)
     elasticity = Elasticity(2, 3, 60.0, 30.0, False, among, token_from_file=among.token)
     assert launch.run(2, 0, ["train"], {"COMMSCHED_TOKEN_FILE": str(theirs)}, elasticity, own_token=False) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commsched.cli import standby
+from commsched.cli.elastic import standby
 
 SCRIPT = """
 import json, os, sys

@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from commsched.cli import elastic, links
-from commsched.cli.elastic import _ElasticJob
-from commsched.cli.follow import follow
-from commsched.cli.kept import KeptServers
+from commsched.cli.elastic import job as elastic_job
+from commsched.cli.elastic import links
+from commsched.cli.elastic.follow import follow
+from commsched.cli.elastic.job import _ElasticJob
+from commsched.cli.elastic.kept import KeptServers
+from commsched.cli.elastic.machine import LocalMachine, Machine, ServerEnded, Signalled
 from commsched.cli.launch import Among, Elasticity
-from commsched.cli.machine import LocalMachine, Machine, ServerEnded, Signalled
 from commsched.control.elastic_messages import (
     Closes,
     EndAll,
@@ -146,7 +147,7 @@ def test_a_process_that_has_left_and_is_stopped_in_its_end_is_killed_and_that_is
     orders.clear()
     world.job._tick()
     assert orders == []  # it has some seconds
-    monkeypatch.setattr(elastic, "_ASK_SECONDS", -1.0)
+    monkeypatch.setattr(elastic_job, "_ASK_SECONDS", -1.0)
     world.job._tick()
     assert orders == [Examine(2)]
     world.job._reported(world.there, MemberStopped(2, 0))
@@ -162,7 +163,7 @@ def test_a_process_that_has_left_and_is_stopped_in_its_end_is_killed_and_that_is
 
 
 def test_so_is_one_that_has_made_all_steps_which_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_ASK_SECONDS", -1.0)
+    monkeypatch.setattr(elastic_job, "_ASK_SECONDS", -1.0)
     world = World(3)
     world.ask(0, 1, 2, steps=7, is_over=True, is_done=True)
     world.job._ended(Ended(0, 0))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ..control.elastic_messages import Closes, EndAll, HostAnswer, LauncherHello, Over
-from ..core.errors import ConfigError
+from ...control.elastic_messages import Closes, EndAll, HostAnswer, LauncherHello, Over
+from ...core.errors import ConfigError
+from ..launch import Among, ranks_number, signal_name, tell_user
 from . import links
-from .launch import Among, ranks_number, signal_name, tell_user
 from .machine import LocalMachine, Signalled
 
 

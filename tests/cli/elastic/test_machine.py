@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from commsched.cli.machine import _HAS_ITS_PLACE, LocalMachine, ServerEnded, Signalled
+from commsched.cli.elastic.machine import _HAS_ITS_PLACE, LocalMachine, ServerEnded, Signalled
 from commsched.control.elastic_messages import (
     EndAll,
     Ended,
@@ -289,7 +289,7 @@ def test_a_replacement_that_cannot_be_started_is_a_lost_rank(
     machine.do(StartMember(0, 3, 1))
     assert isinstance(next_report(machine), Started)
     assert next_report(machine) == Ended(0, 3)
-    monkeypatch.setattr("commsched.cli.machine._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("commsched.cli.elastic.machine._PAUSE_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         if of == "the process":
             patch.setattr(subprocess, "Popen", fails_to_fork)

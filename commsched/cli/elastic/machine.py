@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, Protocol
 
-from ..control.elastic_messages import (
+from ...control.elastic_messages import (
     EndAll,
     Ended,
     Examine,
@@ -34,11 +34,11 @@ from ..control.elastic_messages import (
     Tell,
     to_line,
 )
-from ..control.witness import is_stopped
-from ..core.errors import CommschedError, TransportError
-from ..session.membership import ELASTIC, short_path
+from ...control.witness import is_stopped
+from ...core.errors import CommschedError, TransportError
+from ...session.membership import ELASTIC, short_path
+from ..launch import Interrupted, Job, ProcessEvent, kill_group, tell_user, variables_of
 from . import standby
-from .launch import Interrupted, Job, ProcessEvent, kill_group, tell_user, variables_of
 
 _HAS_ITS_PLACE = "another process of this rank has its place in the elastic job; commsched.init() is for that one alone"
 #: A process that connects asks at once.

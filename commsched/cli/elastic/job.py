@@ -14,7 +14,7 @@ from dataclasses import replace
 from queue import Empty
 from typing import Any
 
-from ..control.elastic_messages import (
+from ...control.elastic_messages import (
     Closes,
     EndAll,
     Ended,
@@ -38,13 +38,13 @@ from ..control.elastic_messages import (
     from_line,
     to_line,
 )
-from ..control.generations import Action, Asked, Dismiss, Form, Generations, GiveUp, Kill, Start, Summon
-from ..control.rendezvous import fitting_name, require_no_loopback
-from ..core.errors import TransportError, ranks_text
-from ..settings import parse_switch
+from ...control.generations import Action, Asked, Dismiss, Form, Generations, GiveUp, Kill, Start, Summon
+from ...control.rendezvous import fitting_name, require_no_loopback
+from ...core.errors import TransportError, ranks_text
+from ...settings import parse_switch
+from ..launch import Elasticity, Ends, Interrupted, ProcessEvent, none_joined, ranks_number, signal_name, tell_user
 from . import links
 from .follow import follow
-from .launch import Elasticity, Ends, Interrupted, ProcessEvent, none_joined, ranks_number, signal_name, tell_user
 from .machine import LocalMachine, Machine, ServerEnded, Signalled
 
 _TICK_SECONDS = 0.5

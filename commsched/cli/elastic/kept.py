@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from ..control.rendezvous import is_loopback, own_host, require_strong
-from ..core.errors import TransportError
-from ..settings import Settings, each_of
-from ..transports.backends.ps.reserve import reserve
-from ..transports.backends.ps.stream import StreamOptions
-from .launch import Interrupted, tell_user
+from ...control.rendezvous import is_loopback, own_host, require_strong
+from ...core.errors import TransportError
+from ...settings import Settings, each_of
+from ...transports.backends.ps.reserve import reserve
+from ...transports.backends.ps.stream import StreamOptions
+from ..launch import Interrupted, tell_user
 
 _PAUSE_SECONDS = 0.5
 

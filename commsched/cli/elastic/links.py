@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from ..control.elastic_messages import (
+from ...control.elastic_messages import (
     Alive,
     HostAnswer,
     LauncherHello,
@@ -27,10 +27,10 @@ from ..control.elastic_messages import (
     from_line,
     to_line,
 )
-from ..core.errors import ConfigError
-from ..net.handshake import Connected, Handshake, HandshakeRejected, StreamBroken
-from ..net.tls import TlsSocket
-from .launch import Among, tell_user
+from ...core.errors import ConfigError
+from ...net.handshake import Connected, Handshake, HandshakeRejected, StreamBroken
+from ...net.tls import TlsSocket
+from ..launch import Among, tell_user
 
 _LAUNCHERS = Handshake(
     b"CSE\x01",

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from commsched.cli import links
+from commsched.cli.elastic import links
+from commsched.cli.elastic.links import Came, Desk, Gone, Heard, Link, LinkLost, connect_to_host, listen_for_launchers
 from commsched.cli.launch import Among
-from commsched.cli.links import Came, Desk, Gone, Heard, Link, LinkLost, connect_to_host, listen_for_launchers
 from commsched.control.elastic_messages import Closes, GiveUp, HostAnswer, LauncherHello, Over, Tell, to_line
 from commsched.core.errors import ConfigError
 from commsched.core.ports import free_port
