@@ -27,6 +27,7 @@ from ..core.errors import (
     ranks_text,
     to_record,
 )
+from ..core.interrupted import is_held_here
 from . import messages
 from .events import CallbackThread, Listener
 from .messages import MAX_MESSAGE_BYTES, Member, Message, encode, ranks_in, to_json
@@ -85,6 +86,12 @@ class ControlEnd:
         self._left: set[int] = set()
         self._turns = 0
         self._callbacks = CallbackThread(self.report, lazily)
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether the caller has interrupted its thread while that had a lock of the control channel; see
+        ``core/interrupted.py``."""
+        return is_held_here(self._changed) or self._callbacks.interrupts
 
     def _put(self, message: Message) -> None:
         """Send ``message`` to rank 0. Never blocks."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core import late_thread
 from ..core.errors import CommschedError
+from ..core.interrupted import is_held_here
 
 
 class Listener:
@@ -66,6 +67,11 @@ class CallbackThread:
         self._is_calling = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="commsched-control-calls", daemon=True)
+
+    @property
+    def interrupts(self) -> bool:
+        """See ``ControlEnd.interrupts``."""
+        return is_held_here(self._changed)
 
     def start(self) -> None:
         """Start to run the calls, both those put so far and later ones."""

@@ -35,6 +35,7 @@ from .finite import FiniteReport as NotFiniteReport
 from .finite import FirstNotFinite, NotFinite, looks_finite
 from .group import DependencyProxy, TensorGroup
 from .interfaces import NOT_FINITE, ORDER, PACE, STALL, Buffer, Messenger, Observer, OnFailure, Transport
+from .interrupted import INTERRUPTED, is_held_here
 from .manifest import Manifest
 from .order import Order
 from .order.agreed import AgreedOrder
@@ -894,8 +895,7 @@ class Core:
         Raises:
             UnsupportedError: the calling thread has the lock, which the dispatcher needs to end. Nothing has changed.
         """
-        self.require_may_wait()
-        with self._lock:
+        with self._lock_to_wait():
             self._closed = True
             self._rouse()
             self._progress.notify_all()
@@ -920,20 +920,13 @@ class Core:
 
     @property
     def interrupts(self) -> bool:
-        """Whether the caller is a signal handler, or a finalizer, that has interrupted its thread while that had the lock and
-        changed what the lock guards. Nothing can be waited for there."""
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # Condition relies on it, too
-
-    def require_may_wait(self) -> None:
-        """Require that the calling thread may wait for others: see :attr:`interrupts`. Raises UnsupportedError."""
-        if self.interrupts:
-            raise UnsupportedError(
-                "a signal handler or a finalizer waits for commsched, but has interrupted its thread within commsched: let it "
-                "note what is to be done, and do that in the training loop"
-            )
+        """Whether the caller has interrupted its thread while that had the lock; see ``interrupted.py``."""
+        return is_held_here(self._lock)
 
     def _lock_to_wait(self) -> threading.RLock:
-        self.require_may_wait()
+        """The lock, for a wait. Raises UnsupportedError: see :attr:`interrupts`."""
+        if self.interrupts:
+            raise UnsupportedError(INTERRUPTED)
         return self._lock
 
     def _wait_until(self, condition: Callable[[], bool], wait: Callable[[], Wait], drains: bool = False) -> None:

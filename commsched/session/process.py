@@ -14,7 +14,8 @@ from typing import Unpack
 
 from ..control.generations import Asked
 from ..core import process_exit
-from ..core.errors import CommschedError, ConfigError, TransportError, error_text
+from ..core.errors import CommschedError, ConfigError, TransportError, UnsupportedError, error_text
+from ..core.interrupted import is_held_here
 from ..core.standard_streams import flush_all, occupy
 from ..core.world import World, detect_world
 from ..settings import Settings, SettingsKeywords, parse_switch
@@ -56,6 +57,8 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
         PeerTimeout: not every rank joined in time; names the missing ranks.
     """
     global _current, _member
+    if is_held_here(_lock):
+        raise UnsupportedError("a signal handler or a finalizer calls commsched.init(), and has interrupted that call")
     with _lock:
         if _current is not None and not _current.closed:
             given = [*(["world"] if world is not None else []), *settings]
@@ -144,15 +147,15 @@ def shutdown() -> None:
     """Close the session of this process, if there is one; see ``Session.close``."""
     global _current
     with _lock:
-        session = _current
+        session, _current = _current, None
     if session is None:
         return
     try:
         session.close()
-    finally:  # one that a signal handler could not close is closed at exit
+    finally:
         with _lock:
-            if session.closed and _current is session:
-                _current = None
+            if not session.closed and _current is None:  # a signal handler could not close it: it is closed at exit
+                _current = session
 
 
 def require_world_size(world_size: int, who: str) -> None:

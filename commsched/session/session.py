@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ..core.errors import (
 )
 from ..core.group import TensorGroup, require_buffer, require_buffers
 from ..core.interfaces import Buffer, Observer, SessionObserver, Transport
+from ..core.interrupted import INTERRUPTED
 from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.norms import ROW_DTYPE
 from ..core.plan import Plan
@@ -550,7 +551,8 @@ class Session:
         """
         if self.closed or self.is_forked:
             return
-        self.core.require_may_wait()
+        if self._interrupts:
+            raise UnsupportedError(INTERRUPTED)
         try:
             self._stop_tuner(wait=True)
             for callback in tuple(self._close_callbacks):  # a callback may unregister itself
@@ -573,7 +575,9 @@ class Session:
             if self.observer is not None and self.rank == 0:
                 self.observer.merge()
         finally:
-            self._tear_down(graceful=True)
+            with self._aborts:
+                if not self.closed:
+                    self._tear_down(graceful=True)
 
     def abort(self, reason: str) -> None:
         """End at once, and report ``reason`` to every rank unless the job has failed. Not collective; idempotent; never
@@ -581,8 +585,9 @@ class Session:
         thread, as soon as the handler has returned."""
         if self.closed or self.is_forked:
             return
-        if self._core.interrupts:
-            threading.Thread(target=self.abort, args=[reason], name="commsched-abort").start()
+        if self._interrupts:
+            with suppress(RuntimeError):  # no thread starts any more: the process is about to end, which the job notices
+                threading.Thread(target=self.abort, args=[reason], name="commsched-abort").start()
             return
         with self._aborts:
             if self.closed:
@@ -591,6 +596,11 @@ class Session:
                 self._ended_itself = True
                 self._control.report_and_wait(TransportError(f"rank {self.rank} ended: {reason}", rank=self.rank))
             self._tear_down()
+
+    @property
+    def _interrupts(self) -> bool:
+        """Whether the caller has interrupted its thread where that had a lock which the end of the session needs."""
+        return self._core.interrupts or self._control.interrupts
 
     def _tear_down(self, graceful: bool = False) -> None:
         self.closed = True

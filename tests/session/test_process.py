@@ -44,6 +44,8 @@ def test_a_session_that_a_handler_could_not_close_stays_that_of_the_process(monk
         commsched.shutdown()
     assert commsched.init() is session
     with process._lock:  # it has interrupted init
+        with pytest.raises(commsched.UnsupportedError, match="has interrupted that call"):
+            commsched.init()
         commsched.shutdown()
     assert session.closed
     assert commsched.init() is not session

@@ -692,13 +692,22 @@ def test_a_rank_that_ends_keeps_its_connections_until_the_job_knows_why(monkeypa
     assert happened == ["rank 0 ended: boom", "closed"]
 
 
-def test_a_handler_that_interrupts_the_core_closes_no_session_and_aborts_one_when_it_has_returned() -> None:
-    """The end waits for the dispatcher, which waits for the lock of the interrupted thread."""
+@pytest.mark.parametrize(
+    "lock",
+    [
+        lambda session: session.core._lock,
+        lambda session: session._control._changed,
+        lambda session: session._control._callbacks._changed,
+    ],
+    ids=["core", "control channel", "its callbacks"],
+)
+def test_a_handler_that_has_interrupted_commsched_closes_no_session_and_aborts_one_when_it_has_returned(lock: Any) -> None:
+    """The end waits for threads that wait for a lock of the interrupted one."""
     [session] = local_sessions(1)
     step(session, session.register(manifest(1), buffers(manifest(1))), 1.0)
 
     def handle() -> None:
-        with session.core._lock:
+        with lock(session):
             with pytest.raises(UnsupportedError, match="has interrupted its thread within commsched"):
                 session.close()
             assert not session.closed

@@ -43,7 +43,7 @@ MAX_RAW_BYTES = 2 * MAX_PARTITION_BYTES
 MAX_MESSAGE_BYTES = HEADER_BYTES + MAX_RAW_BYTES
 
 #: The most bytes of a payload that is not gradients: as many as the control channel carries, by which ranks compare a manifest
-#: before. It has room for one of some 500,000 tensors.
+#: before. It has room for some hundred thousand tensors.
 MAX_JSON_BYTES = 64 * 2**20
 
 _DTYPES = ("", *ITEMSIZE)  # a dtype is sent as its index here; 0 means no dtype

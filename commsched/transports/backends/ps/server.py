@@ -72,7 +72,8 @@ class Server:
         self._changed = threading.Condition()  # guards the two below
         self._service: Service | None = None  # of the job in hand, or of the next one
         self._closed = False
-        self._port = open_port(address, options, most_strangers())  # besides, this process opens hardly any file
+        # The number of workers is not known yet. This process has hardly any other file, so workers may have half of its files.
+        self._port = open_port(address, options, 2 * most_strangers())
         #: ``host:port`` as bound.
         self.address = self._port.address
         self._port.serve(self._serve)
@@ -145,12 +146,20 @@ class Server:
             self._changed.notify_all()
 
     def _serve(self, stream: ServedStream, job: str) -> None:
-        """Let the service of the job in hand, or of the next one if that job has failed, handle ``stream``. Called in a thread
-        of the stream's own."""
+        """Let the service of the job in hand handle ``stream``, or that of the next one. Called in a thread of the stream's
+        own."""
+        hello: WorkerHello | None = None
+        service: Service | None = None
+        while (service := self._service_after(service)) is not None:
+            if stream.has_ended:  # a worker of a job that is over; its hello must not begin that job again
+                break
+            hello = service.serve(stream, job, hello)
+            if hello is None:
+                return
+        stream.outbox.abort()
+
+    def _service_after(self, ended: Service | None) -> Service | None:
+        """Wait for a service other than ``ended``, and return it; None if this server ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._service is not None and not self._service.has_failed))
-            service = self._service
-        if service is None or stream.has_ended:  # a worker of a job that has ended; its hello must not begin that job again
-            stream.outbox.abort()
-        else:
-            service.serve(stream, job)
+            self._changed.wait_for(lambda: self._closed or self._service not in (None, ended))
+            return None if self._service is ended else self._service

@@ -68,6 +68,14 @@ class _Worker:
         return self.flows.has_said_on_all(what, self.flow)
 
 
+class _OfNextJob(Exception):
+    """The worker that says ``hello`` is not of the job in hand, which has failed."""
+
+    def __init__(self, hello: WorkerHello) -> None:
+        super().__init__(hello)
+        self.hello = hello
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceContext:
     """The arguments of a service.
@@ -119,28 +127,35 @@ class Service:
         return self._aggregator
 
     @property
-    def has_failed(self) -> bool:
-        """Whether its job has failed."""
-        return self._failure is not None
-
-    @property
     def job(self) -> str:
         """The job's name. If it was not given, it is empty until the first worker was greeted."""
         return self._job or ""
 
-    def serve(self, stream: Stream, job: str = "") -> None:
+    def serve(self, stream: Stream, job: str = "", hello: WorkerHello | None = None) -> WorkerHello | None:
         """Handle the messages of ``stream`` until it ends, and finish ``stream.outbox``. The carrier's thread calls it.
 
-        ``job`` is the name of the worker's job, which the worker has proved.
+        Args:
+            job: the name of the worker's job, which the worker has proved.
+            hello: the worker's, if an earlier service has read it.
+
+        Returns:
+            None, or the worker's hello: the job in hand has failed, and the worker belongs to the next one, whose service is to
+            handle ``stream``.
         """
         worker = _Worker(stream, job)
         with self._lock:
             if self._closed:
-                return stream.outbox.abort()
+                stream.outbox.abort()
+                return None
             self._workers.append(worker)
         stream.outbox.yield_to(self.right_of_way)
+        early: WorkerHello | None = None
         try:
+            if hello is not None:
+                self._greet(worker, hello)
             self._hear(worker)
+        except _OfNextJob as next_job:
+            early = next_job.hello
         except ConfigError as error:  # a stranger or a worker of another job; this job has not failed
             log.warning("%s refused %s: %s", self._name, worker, error)
             _refuse(worker, error)
@@ -154,12 +169,14 @@ class Service:
             log.exception("%s failed", self._name)
             self.fail(TransportError(f"{self._name} failed: {error_text(error)}"))
         finally:
-            stream.outbox.finish()
+            if early is None:
+                stream.outbox.finish()
             stream.outbox.stop_yielding()
             with self._lock:
                 self._workers.remove(worker)
                 if self._reserved_by is worker and not self._greeted:  # nobody of that job will come
                     self._job = self._reserved_by = None
+        return early
 
     def _is_foreign(self, worker: _Worker) -> bool:
         """Whether ``worker`` has not said hello, and is of another job than the one in hand."""
@@ -172,7 +189,7 @@ class Service:
             if self._failure is not None or self._closed:
                 return
             self._failure = error
-            workers = list(self._workers)
+            workers = [worker for worker in self._workers if worker.rank is not None]  # the others hear it when they say hello
         self._welcoming.set()
         for worker in workers:
             _refuse(worker, error)
@@ -295,12 +312,14 @@ class Service:
 
     def _greet(self, worker: _Worker, hello: WorkerHello) -> None:
         with self._lock:
+            if self._failure is not None:
+                if self._context.job is None and self._greeted and not self._is_of_this_job(worker, hello):
+                    raise _OfNextJob(hello)
+                raise self._failure
             if self._job is not None and worker.job != self._job:
                 raise ConfigError(
                     f"rank {hello.member} belongs to {called(worker.job)}; this server serves {called(self._job)}"
                 )
-            if self._failure is not None:
-                raise self._failure
             first = not self._greeted
             if self._aggregator is None:
                 self._aggregator = Aggregator(hello.contributors, self.fail)
@@ -335,6 +354,11 @@ class Service:
             self._welcoming.set()
         self._welcoming.wait()
         worker.stream.outbox.put_control(json_frame(FrameKind.HELLO, {}))
+
+    def _is_of_this_job(self, worker: _Worker, hello: WorkerHello) -> bool:
+        """Whether ``worker`` is of the job in hand, and not of another one of the same name. Called with the lock held."""
+        greeted = next(iter(self._greeted.values())).hello
+        return worker.job == self._job and hello.control_address == greeted.control_address
 
     def _goodbye(self, worker: _Worker, rank: int) -> None:
         if not worker.has_said_on_all(FrameKind.GOODBYE):

@@ -124,7 +124,7 @@ class Port(Protocol):
     #: ``host:port`` as bound.
     address: str
 
-    def serve(self, handle: Callable[[ServedStream, str], None]) -> None:
+    def serve(self, handle: Callable[[ServedStream, str], object]) -> None:
         """Call ``handle`` with each stream and the name of its worker's job, in a thread of the stream's own. The stream ends
         when ``handle`` returns."""
 
@@ -169,8 +169,8 @@ def open_port(address: str, options: StreamOptions, most_connections: int = 0) -
     """Return a server's port at ``address``: ``host:port``, or several of them. Port 0 means any free port.
 
     Args:
-        most_connections: how many workers may connect, if that is known. gRPC accepts no more than that, or than a share of
-            the file descriptors.
+        most_connections: how many workers may connect, at least. TCP has no limit; that of gRPC is a quarter of the file
+            descriptors if that is more.
 
     Raises:
         ConfigError: the server cannot listen at the address, or the token is empty.

@@ -14,7 +14,7 @@ from typing import Any
 from ....core.errors import ConfigError, TransportError, to_record
 from ....net.handshake import HandshakeRejected
 from ....net.rpc import DaemonExecutor, listen, most_strangers
-from ....net.tls import TlsSocket
+from ....net.tls import NotOfThisJob, TlsSocket
 from ....settings import each_of, together
 from .frame import Frame, FrameKind, encode, json_frame
 from .send_queue import SendQueue
@@ -173,7 +173,7 @@ class TcpPort:
         self._closed = False
         self._warn_again_at = 0.0
 
-    def serve(self, handle: Callable[[ServedStream, str], None]) -> None:
+    def serve(self, handle: Callable[[ServedStream, str], object]) -> None:
         for listening in self._listening:
             self._executor.submit(self._accept, listening, handle)
 
@@ -194,7 +194,7 @@ class TcpPort:
 
     # --- the accepting threads ---
 
-    def _accept(self, listening: socket.socket, handle: Callable[[ServedStream, str], None]) -> None:
+    def _accept(self, listening: socket.socket, handle: Callable[[ServedStream, str], object]) -> None:
         while (connection := self._next(listening)) is not None:
             accepted, peer = connection
             self._make_room()
@@ -245,7 +245,7 @@ class TcpPort:
 
     # --- the thread of one connection ---
 
-    def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[ServedStream, str], None]) -> None:
+    def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[ServedStream, str], object]) -> None:
         try:
             made, job = LANE.answer(
                 accepted, self._options.token, self._options.identity, _HANDSHAKE_SECONDS, lambda: self._proven(accepted)
@@ -264,7 +264,7 @@ class TcpPort:
             self._open[accepted] = None
 
     def _serve(
-        self, accepted: socket.socket | TlsSocket, peer: str, job: str, handle: Callable[[ServedStream, str], None]
+        self, accepted: socket.socket | TlsSocket, peer: str, job: str, handle: Callable[[ServedStream, str], object]
     ) -> None:
         outbox = SendQueue(self._options.rate_limiter)
         try:
@@ -280,7 +280,7 @@ class TcpPort:
     def _refuse(self, accepted: socket.socket | TlsSocket, error: TransportError) -> None:
         """Tell the worker, which was admitted and does not try again, without a thread that sends."""
         log.warning("%s", error)
-        with suppress(OSError):  # it has ended by itself
+        with suppress(OSError, NotOfThisJob):  # it has ended by itself
             accepted.settimeout(_GRACE_SECONDS)
             accepted.sendall(encode(json_frame(FrameKind.ERROR, to_record(error))))
             accepted.recv(_HELLO_BYTES)  # if it were unread, the end of the connection could overtake the error
