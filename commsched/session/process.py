@@ -58,7 +58,9 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
     """
     global _current, _member
     if is_held_here(_lock):
-        raise UnsupportedError("a signal handler or a finalizer calls commsched.init(), and has interrupted that call")
+        if _current is not None and not _current.closed and world is None and not settings:
+            return _current
+        raise UnsupportedError("a signal handler or a finalizer calls commsched.init(), and has interrupted commsched")
     with _lock:
         if _current is not None and not _current.closed:
             given = [*(["world"] if world is not None else []), *settings]
@@ -73,7 +75,7 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
         if world.world_size > 1 and not loaded.disable:
             _require_first_import(world)
         if not _is_elastic(world):
-            _current = open_session(world, loaded, device)
+            session = open_session(world, loaded, device)
         elif _member is not None:
             raise ConfigError(
                 "this process has asked for its place in the elastic job before, and can do so only once: keep the session, or "
@@ -84,10 +86,11 @@ def init(*, device: str = "cpu", world: World | None = None, **settings: Unpack[
             joined = _member.move(Asked())
             if joined is None:
                 raise TransportError("the job has made all its steps, and does not need this process any more")
-            _current = joined
-        _current.when_failed(partial(_say_if_unnoticed, _current))
+            session = joined
+        _current = session
+        session.when_failed(partial(_say_if_unnoticed, session))
         end_first()
-        return _current
+        return session
 
 
 def _require_first_import(world: World) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ from ..tuner.paced import FullWait
 from .events import COMPARE, TUNER, SessionListener, Tuner
 from .log import say
 from .stats import Statistics, scalars
+
+log = logging.getLogger("commsched")
 
 if TYPE_CHECKING:
     from ..control.elastic_messages import Place
@@ -551,7 +554,7 @@ class Session:
         """
         if self.closed or self.is_forked:
             return
-        if self._interrupts:
+        if self._interrupts or threading.current_thread().name.startswith("commsched-"):
             raise UnsupportedError(INTERRUPTED)
         try:
             self._stop_tuner(wait=True)
@@ -586,8 +589,10 @@ class Session:
         if self.closed or self.is_forked:
             return
         if self._interrupts:
-            with suppress(RuntimeError):  # no thread starts any more: the process is about to end, which the job notices
+            try:
                 threading.Thread(target=self.abort, args=[reason], name="commsched-abort").start()
+            except RuntimeError as error:  # the interpreter or the system starts no thread any more
+                log.error("rank %d: a signal handler cannot end the session: %s", self.rank, error)
             return
         with self._aborts:
             if self.closed:

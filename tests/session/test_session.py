@@ -712,14 +712,16 @@ def test_a_handler_that_has_interrupted_commsched_closes_no_session_and_aborts_o
                 session.close()
             assert not session.closed
             session.abort("SIGTERM")
-            assert not session.closed
+            aborting.extend(each for each in threading.enumerate() if each.name == "commsched-abort")
+            assert all(each.is_alive() for each in aborting)
 
+    aborting: list[threading.Thread] = []
     interrupted = threading.Thread(target=handle, daemon=True)
     interrupted.start()
     interrupted.join(60)
     assert not interrupted.is_alive()
-    [aborting] = [each for each in threading.enumerate() if each.name == "commsched-abort"] or [interrupted]
-    aborting.join(60)
+    [thread] = aborting
+    thread.join(60)
     assert session.closed
     session.abort("too late")
 

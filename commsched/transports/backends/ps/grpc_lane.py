@@ -109,13 +109,12 @@ class GrpcPort:
         self._rate_limiter = options.rate_limiter
         self._executor = DaemonExecutor("commsched-ps")
         self._readers = DaemonExecutor("commsched-ps-reader")
-        # Over TLS a worker looks at the server's certificate by another connection.
         self._server = make_server(
             self._executor,
             options.token,
             options.fail_after_seconds,
             MAX_MESSAGE_BYTES,
-            most_connections=most_connections * (1 if options.identity is None else 2),
+            most_connections=most_connections,
             identity=options.identity,
         )
         self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address, options.identity)}"

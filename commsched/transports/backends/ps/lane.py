@@ -263,6 +263,7 @@ class RemoteLane:
             if self._end is not None or not all(each.said_goodbye for each in self._flows):
                 return  # results may still come on the others
             self._end = PeerLost(f"{self._peer} has closed")
+        self._connected.set()
         if not self._closed:
             self._listener.on_end(self._server)
 

@@ -12,7 +12,7 @@ from ....core.errors import CommschedError
 from ....core.interfaces import OnFailure
 from ....net.rpc import most_strangers
 from .frame import WorkerHello
-from .service import Service, ServiceContext
+from .service import Held, Service, ServiceContext
 from .stream import ServedStream, StreamOptions, open_port
 
 
@@ -27,7 +27,8 @@ class Shard:
 
     def __init__(self, address: str, options: StreamOptions, context: ServiceContext) -> None:
         workers = 0 if context.contributors is None else context.contributors.world_size
-        self._port = open_port(address, options, workers)
+        # Over TLS a worker has a second connection for a moment, by which it looks at the certificate.
+        self._port = open_port(address, options, 2 * workers)
         #: ``host:port`` as bound.
         self.address = self._port.address
         #: Handles the messages of this server. A rank in the same process calls it directly.
@@ -148,15 +149,14 @@ class Server:
     def _serve(self, stream: ServedStream, job: str) -> None:
         """Let the service of the job in hand handle ``stream``, or that of the next one. Called in a thread of the stream's
         own."""
-        hello: WorkerHello | None = None
+        held: Held | None = Held(hello=None)
         service: Service | None = None
-        while (service := self._service_after(service)) is not None:
-            if stream.has_ended:  # a worker of a job that is over; its hello must not begin that job again
+        while held is not None and (service := self._service_after(service)) is not None:
+            if stream.has_ended:  # a worker of a job that is over; its hello should not begin that job again
                 break
-            hello = service.serve(stream, job, hello)
-            if hello is None:
-                return
-        stream.outbox.abort()
+            held = service.serve(stream, job, held.hello)
+        if held is not None:
+            stream.outbox.abort()
 
     def _service_after(self, ended: Service | None) -> Service | None:
         """Wait for a service other than ``ended``, and return it; None if this server ends."""

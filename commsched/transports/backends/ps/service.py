@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from ....core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, error_text, to_record
 from ....core.interfaces import OnFailure
@@ -54,6 +55,7 @@ class _Worker:
 
     stream: Stream
     job: str
+    reserves: bool = False  # it is the launcher of an elastic job
     rank: int | None = None
     member: int | None = None  # the job's rank, which names it in messages
     flow: int = 0  # the number of the stream among those of this rank
@@ -68,8 +70,15 @@ class _Worker:
         return self.flows.has_said_on_all(what, self.flow)
 
 
+class Held(NamedTuple):
+    """A stream is not of the job in hand, and the service of the next job is to handle it. ``hello`` is that of its worker, if
+    it was read."""
+
+    hello: WorkerHello | None
+
+
 class _OfNextJob(Exception):
-    """The worker that says ``hello`` is not of the job in hand, which has failed."""
+    """The worker that says ``hello`` is not of the job in hand, which has failed or is over."""
 
     def __init__(self, hello: WorkerHello) -> None:
         super().__init__(hello)
@@ -131,7 +140,7 @@ class Service:
         """The job's name. If it was not given, it is empty until the first worker was greeted."""
         return self._job or ""
 
-    def serve(self, stream: Stream, job: str = "", hello: WorkerHello | None = None) -> WorkerHello | None:
+    def serve(self, stream: Stream, job: str = "", hello: WorkerHello | None = None) -> Held | None:
         """Handle the messages of ``stream`` until it ends, and finish ``stream.outbox``. The carrier's thread calls it.
 
         Args:
@@ -139,23 +148,24 @@ class Service:
             hello: the worker's, if an earlier service has read it.
 
         Returns:
-            None, or the worker's hello: the job in hand has failed, and the worker belongs to the next one, whose service is to
-            handle ``stream``.
+            None if that is done; otherwise the stream is as it was.
         """
         worker = _Worker(stream, job)
         with self._lock:
             if self._closed:
+                if self._serves_one_of_many:
+                    return Held(hello)
                 stream.outbox.abort()
                 return None
             self._workers.append(worker)
         stream.outbox.yield_to(self.right_of_way)
-        early: WorkerHello | None = None
+        held: Held | None = None
         try:
             if hello is not None:
                 self._greet(worker, hello)
             self._hear(worker)
         except _OfNextJob as next_job:
-            early = next_job.hello
+            held = Held(next_job.hello)
         except ConfigError as error:  # a stranger or a worker of another job; this job has not failed
             log.warning("%s refused %s: %s", self._name, worker, error)
             _refuse(worker, error)
@@ -169,14 +179,15 @@ class Service:
             log.exception("%s failed", self._name)
             self.fail(TransportError(f"{self._name} failed: {error_text(error)}"))
         finally:
-            if early is None:
+            if held is None:
                 stream.outbox.finish()
             stream.outbox.stop_yielding()
             with self._lock:
-                self._workers.remove(worker)
+                if held is None:
+                    self._workers.remove(worker)
                 if self._reserved_by is worker and not self._greeted:  # nobody of that job will come
                     self._job = self._reserved_by = None
-        return early
+        return held
 
     def _is_foreign(self, worker: _Worker) -> bool:
         """Whether ``worker`` has not said hello, and is of another job than the one in hand."""
@@ -196,10 +207,11 @@ class Service:
         self._context.on_failure(error)
 
     def close(self) -> None:
-        """End every stream in good order. Idempotent. Callable from any thread, also from a stream's own."""
+        """End every stream in good order, but those that may be of the next job. Idempotent. Callable from any thread, also
+        from a stream's own."""
         with self._lock:
             self._closed = True
-            workers = list(self._workers)
+            workers = [each for each in self._workers if each.rank is not None or each.reserves or not self._serves_one_of_many]
         self._welcoming.set()
         if self._aggregator is not None:
             self._aggregator.close()
@@ -275,7 +287,10 @@ class Service:
         """Serve the job of ``worker``, which is no rank, and no other, as long as its stream lasts; and say so. If a job is in
         hand there is no answer: its end ends this stream too, and the worker asks the next service."""
         with self._lock:
-            if self._greeted or self._failure is not None:
+            worker.reserves = True
+            if self._closed:
+                worker.stream.outbox.finish()  # as its end would have
+            if self._closed or self._greeted or self._failure is not None:
                 return
             self._job, self._reserved_by = worker.job, worker
         worker.stream.outbox.put_control(json_frame(FrameKind.HELLO, {}))
@@ -312,9 +327,10 @@ class Service:
 
     def _greet(self, worker: _Worker, hello: WorkerHello) -> None:
         with self._lock:
+            if self._serves_one_of_many and self._greeted and self._is_of_next_job(worker, hello):
+                self._workers.remove(worker)  # now: ``close`` must not end its stream
+                raise _OfNextJob(hello)
             if self._failure is not None:
-                if self._context.job is None and self._greeted and not self._is_of_this_job(worker, hello):
-                    raise _OfNextJob(hello)
                 raise self._failure
             if self._job is not None and worker.job != self._job:
                 raise ConfigError(
@@ -355,10 +371,17 @@ class Service:
         self._welcoming.wait()
         worker.stream.outbox.put_control(json_frame(FrameKind.HELLO, {}))
 
-    def _is_of_this_job(self, worker: _Worker, hello: WorkerHello) -> bool:
-        """Whether ``worker`` is of the job in hand, and not of another one of the same name. Called with the lock held."""
-        greeted = next(iter(self._greeted.values())).hello
-        return worker.job == self._job and hello.control_address == greeted.control_address
+    @property
+    def _serves_one_of_many(self) -> bool:
+        """Whether this is a server of its own, which has a service for each of many jobs."""
+        return self._context.contributors is None
+
+    def _is_of_next_job(self, worker: _Worker, hello: WorkerHello) -> bool:
+        """Whether the job in hand is over, and ``worker`` is no late rank of it. Called with the lock held."""
+        if self._failure is None:
+            return self._closed
+        greeted = next(iter(self._greeted.values())).hello  # two jobs may have the same name, or none
+        return worker.job != self._job or hello.control_address != greeted.control_address
 
     def _goodbye(self, worker: _Worker, rank: int) -> None:
         if not worker.has_said_on_all(FrameKind.GOODBYE):

@@ -169,7 +169,7 @@ def open_port(address: str, options: StreamOptions, most_connections: int = 0) -
     """Return a server's port at ``address``: ``host:port``, or several of them. Port 0 means any free port.
 
     Args:
-        most_connections: how many workers may connect, at least. TCP has no limit; that of gRPC is a quarter of the file
+        most_connections: how many connections are accepted, at least. TCP has no limit; that of gRPC is a quarter of the file
             descriptors if that is more.
 
     Raises:

@@ -21,6 +21,7 @@ from commsched.core.manifest import Manifest, TensorSpec
 from commsched.transports.backends.ps.frame import FrameKind, WorkerHello, json_frame
 from commsched.transports.backends.ps.reserve import reserve
 from commsched.transports.backends.ps.server import Server
+from commsched.transports.backends.ps.service import Service
 from commsched.transports.backends.ps.stream import StreamOptions, open_streams
 from commsched.transports.backends.ps.transport import PsTransport
 
@@ -316,6 +317,37 @@ def test_the_next_job_waits_while_one_that_has_failed_is_ended(lane, next_job):
     assert server.outcome() is None
     for transport in transports:
         transport.close(graceful=False)
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["failed", "over"])
+@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+def test_the_next_job_may_come_while_the_last_one_ends(lane, fails, monkeypatch):
+    """It has connected when the job ends, and says hello afterwards."""
+    server = Serving(lane=lane, jobs=2)
+    transport = connect(server.address, 0, print, 1, lane)
+    _, on_failure = server.joined.get(timeout=60)
+    comes, may_be_heard = threading.Event(), threading.Event()
+    greet = Service._greet
+
+    def late(service, worker, hello):
+        comes.set()
+        assert may_be_heard.wait(60)
+        greet(service, worker, hello)
+
+    monkeypatch.setattr(Service, "_greet", late)
+    connected = queue.SimpleQueue()
+    asking = threading.Thread(target=lambda: connected.put(connect(server.address, 0, pytest.fail, 1, lane, "", "h:2")))
+    asking.start()
+    assert comes.wait(60)
+    if fails:
+        on_failure(PeerLost("rank 1 is gone"))
+    else:
+        transport.close()
+    assert str(server.outcome()) == ("rank 1 is gone" if fails else "None")
+    may_be_heard.set()
+    connected.get(timeout=60).close()
+    assert server.outcome() is None
+    transport.close(graceful=False)
 
 
 def test_a_worker_that_has_died_does_not_begin_its_job_again(monkeypatch):
