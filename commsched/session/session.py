@@ -26,7 +26,7 @@ from ..core.errors import (
 )
 from ..core.group import TensorGroup, require_buffer, require_buffers
 from ..core.interfaces import Buffer, Observer, SessionObserver, Transport
-from ..core.interrupted import INTERRUPTED
+from ..core.interrupted import INTERRUPTED, is_own_thread
 from ..core.manifest import Manifest, TensorSpec, require_equal
 from ..core.norms import ROW_DTYPE
 from ..core.plan import Plan
@@ -36,12 +36,12 @@ from .events import COMPARE, TUNER, SessionListener, Tuner
 from .log import say
 from .stats import Statistics, scalars
 
-log = logging.getLogger("commsched")
-
 if TYPE_CHECKING:
     from ..control.elastic_messages import Place
     from .membership import ElasticMember
     from .norms import Norms
+
+log = logging.getLogger("commsched")
 
 
 @contextmanager
@@ -554,7 +554,7 @@ class Session:
         """
         if self.closed or self.is_forked:
             return
-        if self._interrupts or threading.current_thread().name.startswith("commsched-"):
+        if self._interrupts or is_own_thread():
             raise UnsupportedError(INTERRUPTED)
         try:
             self._stop_tuner(wait=True)

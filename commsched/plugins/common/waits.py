@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from ...core.errors import UnsupportedError
+from ...core.interrupted import is_own_thread
 
 
 def require_may_wait(what: str) -> None:
@@ -17,8 +18,8 @@ def require_may_wait(what: str) -> None:
     Raises:
         UnsupportedError: this is a thread of commsched. Python logs what a finalizer raises, and goes on.
     """
-    name = threading.current_thread().name
-    if name.startswith("commsched-"):
+    if is_own_thread():
+        name = threading.current_thread().name
         raise UnsupportedError(
             f"{what} is read in the thread {name} of commsched, which may not wait for averages: a finalizer (__del__, or "
             "weakref.finalize) that Python's garbage collector has called there, say. Read it in the training loop"

@@ -119,7 +119,7 @@ class GrpcPort:
         )
         self.address = f"{address.rpartition(':')[0]}:{bind(self._server, address, options.identity)}"
 
-    def serve(self, handle: Callable[[ServedStream, str], object]) -> None:
+    def serve(self, handle: Callable[[ServedStream, str], None]) -> None:
         def exchange(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             stream = _ServerStream(context, SendQueue(self._rate_limiter), requests)
             if context.add_callback(stream.outbox.abort):

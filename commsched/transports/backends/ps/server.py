@@ -12,7 +12,7 @@ from ....core.errors import CommschedError
 from ....core.interfaces import OnFailure
 from ....net.rpc import most_strangers
 from .frame import WorkerHello
-from .service import Held, Service, ServiceContext
+from .service import OfNextJob, Service, ServiceContext
 from .stream import ServedStream, StreamOptions, open_port
 
 
@@ -149,14 +149,16 @@ class Server:
     def _serve(self, stream: ServedStream, job: str) -> None:
         """Let the service of the job in hand handle ``stream``, or that of the next one. Called in a thread of the stream's
         own."""
-        held: Held | None = Held(hello=None)
         service: Service | None = None
-        while held is not None and (service := self._service_after(service)) is not None:
+        hello: WorkerHello | None = None
+        while (service := self._service_after(service)) is not None:
             if stream.has_ended:  # a worker of a job that is over; its hello should not begin that job again
                 break
-            held = service.serve(stream, job, held.hello)
-        if held is not None:
-            stream.outbox.abort()
+            try:
+                return service.serve(stream, job, hello)
+            except OfNextJob as waits:
+                hello = waits.hello
+        stream.outbox.abort()
 
     def _service_after(self, ended: Service | None) -> Service | None:
         """Wait for a service other than ``ended``, and return it; None if this server ends."""

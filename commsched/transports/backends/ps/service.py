@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from ....core.errors import CommschedError, ConfigError, PeerLost, ProtocolError, TransportError, error_text, to_record
 from ....core.interfaces import OnFailure
@@ -70,17 +69,11 @@ class _Worker:
         return self.flows.has_said_on_all(what, self.flow)
 
 
-class Held(NamedTuple):
-    """A stream is not of the job in hand, and the service of the next job is to handle it. ``hello`` is that of its worker, if
-    it was read."""
+class OfNextJob(Exception):
+    """The job in hand has failed or is over, and a stream is not of it: the service of the next job is to handle that.
+    ``hello`` is that of its worker, if it was read."""
 
-    hello: WorkerHello | None
-
-
-class _OfNextJob(Exception):
-    """The worker that says ``hello`` is not of the job in hand, which has failed or is over."""
-
-    def __init__(self, hello: WorkerHello) -> None:
+    def __init__(self, hello: WorkerHello | None) -> None:
         super().__init__(hello)
         self.hello = hello
 
@@ -140,32 +133,32 @@ class Service:
         """The job's name. If it was not given, it is empty until the first worker was greeted."""
         return self._job or ""
 
-    def serve(self, stream: Stream, job: str = "", hello: WorkerHello | None = None) -> Held | None:
+    def serve(self, stream: Stream, job: str = "", hello: WorkerHello | None = None) -> None:
         """Handle the messages of ``stream`` until it ends, and finish ``stream.outbox``. The carrier's thread calls it.
 
         Args:
             job: the name of the worker's job, which the worker has proved.
             hello: the worker's, if an earlier service has read it.
 
-        Returns:
-            None if that is done; otherwise the stream is as it was.
+        Raises:
+            OfNextJob: the stream goes on.
         """
         worker = _Worker(stream, job)
         with self._lock:
+            if self._closed and self._serves_one_of_many:
+                raise OfNextJob(hello)
             if self._closed:
-                if self._serves_one_of_many:
-                    return Held(hello)
-                stream.outbox.abort()
-                return None
+                return stream.outbox.abort()
             self._workers.append(worker)
         stream.outbox.yield_to(self.right_of_way)
-        held: Held | None = None
+        goes_on = False
         try:
             if hello is not None:
                 self._greet(worker, hello)
             self._hear(worker)
-        except _OfNextJob as next_job:
-            held = Held(next_job.hello)
+        except OfNextJob:
+            goes_on = True
+            raise
         except ConfigError as error:  # a stranger or a worker of another job; this job has not failed
             log.warning("%s refused %s: %s", self._name, worker, error)
             _refuse(worker, error)
@@ -179,15 +172,14 @@ class Service:
             log.exception("%s failed", self._name)
             self.fail(TransportError(f"{self._name} failed: {error_text(error)}"))
         finally:
-            if held is None:
+            if not goes_on:
                 stream.outbox.finish()
             stream.outbox.stop_yielding()
             with self._lock:
-                if held is None:
+                if not goes_on:
                     self._workers.remove(worker)
                 if self._reserved_by is worker and not self._greeted:  # nobody of that job will come
                     self._job = self._reserved_by = None
-        return held
 
     def _is_foreign(self, worker: _Worker) -> bool:
         """Whether ``worker`` has not said hello, and is of another job than the one in hand."""
@@ -329,7 +321,7 @@ class Service:
         with self._lock:
             if self._serves_one_of_many and self._greeted and self._is_of_next_job(worker, hello):
                 self._workers.remove(worker)  # now: ``close`` must not end its stream
-                raise _OfNextJob(hello)
+                raise OfNextJob(hello)
             if self._failure is not None:
                 raise self._failure
             if self._job is not None and worker.job != self._job:

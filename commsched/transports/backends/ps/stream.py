@@ -124,7 +124,7 @@ class Port(Protocol):
     #: ``host:port`` as bound.
     address: str
 
-    def serve(self, handle: Callable[[ServedStream, str], object]) -> None:
+    def serve(self, handle: Callable[[ServedStream, str], None]) -> None:
         """Call ``handle`` with each stream and the name of its worker's job, in a thread of the stream's own. The stream ends
         when ``handle`` returns."""
 

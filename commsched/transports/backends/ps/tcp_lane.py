@@ -173,7 +173,7 @@ class TcpPort:
         self._closed = False
         self._warn_again_at = 0.0
 
-    def serve(self, handle: Callable[[ServedStream, str], object]) -> None:
+    def serve(self, handle: Callable[[ServedStream, str], None]) -> None:
         for listening in self._listening:
             self._executor.submit(self._accept, listening, handle)
 
@@ -194,7 +194,7 @@ class TcpPort:
 
     # --- the accepting threads ---
 
-    def _accept(self, listening: socket.socket, handle: Callable[[ServedStream, str], object]) -> None:
+    def _accept(self, listening: socket.socket, handle: Callable[[ServedStream, str], None]) -> None:
         while (connection := self._next(listening)) is not None:
             accepted, peer = connection
             self._make_room()
@@ -245,7 +245,7 @@ class TcpPort:
 
     # --- the thread of one connection ---
 
-    def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[ServedStream, str], object]) -> None:
+    def _meet(self, accepted: socket.socket, peer: str, handle: Callable[[ServedStream, str], None]) -> None:
         try:
             made, job = LANE.answer(
                 accepted, self._options.token, self._options.identity, _HANDSHAKE_SECONDS, lambda: self._proven(accepted)
@@ -264,7 +264,7 @@ class TcpPort:
             self._open[accepted] = None
 
     def _serve(
-        self, accepted: socket.socket | TlsSocket, peer: str, job: str, handle: Callable[[ServedStream, str], object]
+        self, accepted: socket.socket | TlsSocket, peer: str, job: str, handle: Callable[[ServedStream, str], None]
     ) -> None:
         outbox = SendQueue(self._options.rate_limiter)
         try:
