@@ -726,6 +726,22 @@ def test_a_handler_that_has_interrupted_commsched_closes_no_session_and_aborts_o
     session.abort("too late")
 
 
+def test_a_finalizer_that_runs_in_a_thread_of_commsched_closes_no_session() -> None:
+    """The end waits for that thread."""
+    [session] = local_sessions(1)
+    refused: SimpleQueue[object] = SimpleQueue()
+
+    def finalize() -> None:
+        with pytest.raises(UnsupportedError) as raised:
+            session.close()
+        refused.put(raised.value)
+
+    session._control._callbacks.put(finalize)
+    assert "has interrupted its thread within commsched" in str(refused.get(timeout=60))
+    assert not session.closed
+    session.close()
+
+
 @pytest.mark.parametrize(
     ("error", "reported"),
     [(PeerLost("rank 1 is gone"), PeerLost), (TransportError("no way"), TransportError), (ConfigError("no"), TransportError)],
