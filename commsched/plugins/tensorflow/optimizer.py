@@ -106,9 +106,48 @@ class ScheduledOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # K
             return
         gradients = list(grads)
         if gradients:
-            self._schedule.apply(
-                gradients, self._trainable_variables if trainable_variables is None else list(trainable_variables)
-            )
+            self._schedule.apply(gradients, self._or_all(trainable_variables))
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def average(self, grads: Any, trainable_variables: Any = None) -> list[Any]:
+        """Return the averages of gradients over all ranks, for a loop that clips or changes them itself::
+
+            averages = optimizer.average(tape.gradient(loss, model.trainable_variables))
+            averages, norm = tf.clip_by_global_norm(averages, 1.0)
+            optimizer.apply_averages(averages, model.trainable_variables)
+
+        It waits for all averages, so communication overlaps with backward only. The optimizer must not update each variable
+        by itself: ``ScheduledOptimizer(optimizer, model, per_parameter=False)``. With one rank it returns the gradients.
+
+        Args:
+            grads: one gradient, of the variable's shape, or ``None`` for each variable.
+            trainable_variables: the variables, in the same order; if they are not given, all of the optimizer's.
+
+        Returns:
+            The averages in the order of ``grads``, as tensors of the variables' types; ``None`` where no rank has a gradient.
+
+        Raises:
+            UnsupportedError, CommschedError: as :meth:`apply`; also if the optimizer updates each variable by itself.
+        """
+        gradients = list(grads)
+        if self._schedule is None or not gradients:
+            return gradients
+        return self._schedule.average(gradients, self._or_all(trainable_variables))
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply_averages(self, averages: Any, trainable_variables: Any = None) -> None:
+        """Update variables by the optimizer as it is without commsched, from what :meth:`average` has returned.
+
+        The loop must change averages in the same way on all ranks, and may call this or not, if all ranks do alike: ranks that
+        differ afterwards end the job when weights are compared.
+        """
+        if self._schedule is None:
+            super().apply(averages, trainable_variables)
+        else:
+            self._schedule.apply_averages(list(averages), self._or_all(trainable_variables))
+
+    def _or_all(self, variables: Any) -> list[Any]:
+        return list(self._trainable_variables if variables is None else variables)
 
     def apply_plainly(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Apply ``gradients`` by the user's optimizer, without averaging."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,9 @@ log = logging.getLogger("commsched")
 
 #: Compiled updates are kept for so many hyper-parameters, which may alternate. A schedule may make new ones in every step.
 _MOST_UPDATES = 8
+
+#: The operation of TensorFlow that has made a gradient which a loop has clipped, and not one within the model.
+_CLIPPED = re.compile(r"^(?!.*gradient_tape/).*\b(clip_by_(?:global_norm|norm|value|average_norm))(?:_\d+)?(?:/|$)")
 
 _made: WeakKeyDictionary[commsched.Session, list[ref[Schedule]]] = WeakKeyDictionary()  # making one is collective
 
@@ -181,34 +185,60 @@ class Schedule:
 
     def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """See ScheduledOptimizer."""
+        by_index = self._by_index("apply", gradients, variables)
+        _require_unclipped(gradients, variables)
+        step = self._first_step() if self._step is None else self._step
+        if self.why_all_at_once is not None:
+            averages = step.averages(by_index, numbers_of(self._optimizer), self._learning_rate())
+            self.apply_averages([averages[index] for index in averages], [self.variables[index] for index in averages])
+            step.end(self._changed())
+            return
+        learning_rate = self._learning_rate()
+        step.deferred(by_index, self._updates_for(learning_rate), learning_rate)
+
+    def average(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """See ScheduledOptimizer."""
+        if self.why_all_at_once is None:
+            raise UnsupportedError(
+                "average() returns all averages at once, but this optimizer updates each variable when its own arrives: "
+                "ScheduledOptimizer(optimizer, model, per_parameter=False)"
+            )
+        by_index = self._by_index("average", gradients, variables)
+        step = self._first_step() if self._step is None else self._step
+        averages = step.averages(by_index, numbers_of(self._optimizer), self._learning_rate())
+        with tf.control_dependencies([*averages.values()]):  # they are copies, so nothing of the step is used any more
+            step.end(self._changed())
+        return [averages.get(self._index(variable)) for variable in variables]
+
+    def apply_averages(self, averages: Sequence[Any], variables: Sequence[Any]) -> None:
+        """See ScheduledOptimizer."""
+        with unguarded():  # updates assign the same values on all ranks, so their assignments need no comparison
+            self._optimizer.apply_plainly(averages, variables)
+
+    def _changed(self) -> list[tf.Variable]:
+        """The variables that an update changes."""
+        return [own_value(variable) for variable in [*self.variables, *self._optimizer.variables]]
+
+    def _by_index(self, caller: str, gradients: Sequence[Any], variables: Sequence[Any]) -> dict[int, tf.Tensor]:
+        """The gradients that there are, by index of variable; raises what ``caller`` must not be given."""
         if self.replaced:
             raise UnsupportedError("another ScheduledOptimizer was made for the same variables: use that one")
-        self._require_supported()
+        self._require_supported(caller)
         indices = [self._index(variable) for variable in variables]
         if len(set(indices)) < len(indices) or len(gradients) != len(variables):
-            raise UnsupportedError("apply() must be given one gradient for each variable, and each variable once")
+            raise UnsupportedError(f"{caller}() must be given one gradient for each variable, and each variable once")
         by_index = {index: self._dense(index, gradient) for index, gradient in zip(indices, gradients) if gradient is not None}
         if not by_index:
             raise ValueError("No gradients provided for any variable.")
-        step = self._first_step() if self._step is None else self._step
-        learning_rate = self._learning_rate()
-        if self.why_all_at_once is not None:
-            averages = step.averages(by_index, numbers_of(self._optimizer), learning_rate)
-            with unguarded():  # updates assign the same values on all ranks, so their assignments need no comparison
-                self._optimizer.apply_plainly(
-                    [averages[index] for index in averages], [self.variables[index] for index in averages]
-                )
-            step.end([own_value(variable) for variable in [*self.variables, *self._optimizer.variables]])
-            return
-        step.deferred(by_index, self._updates_for(learning_rate), learning_rate)
+        return by_index
 
-    def _require_supported(self) -> None:
+    def _require_supported(self, caller: str) -> None:
         if tf.distribute.has_strategy():
             raise UnsupportedError(
                 f"{type(tf.distribute.get_strategy()).__name__} is active: it distributes training itself; use one or the other"
             )
         if not tf.executing_eagerly():
-            refuse_xla(tf.compat.v1.get_default_graph(), "apply() is called")
+            refuse_xla(tf.compat.v1.get_default_graph(), f"{caller}() is called")
         outer = getattr(self._model, "optimizer", None)
         if isinstance(outer, keras.optimizers.LossScaleOptimizer) and outer.inner_optimizer is self._optimizer:
             raise UnsupportedError(
@@ -310,6 +340,22 @@ class Schedule:
         if self._updater.exchange is not None:
             self._updater.exchange.close(release_groups)
         self._updater.close()
+
+
+def _require_unclipped(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Refuse gradients that this rank has clipped in the graph that is being traced: averages of those are not the clipped
+    averages of plain training. An eager gradient does not say where it comes from."""
+    if tf.executing_eagerly():
+        return
+    for gradient, variable in zip(gradients, variables):
+        made = getattr(gradient, "values", gradient)
+        if isinstance(made, tf.Tensor) and (found := _CLIPPED.search(made.op.name)):
+            name = getattr(variable, "path", variable.name)
+            raise UnsupportedError(
+                f"the gradient of '{name}' was clipped by {found[1]} before it is averaged: "
+                "give the optimizer clipnorm, clipvalue or global_clipnorm, or clip what optimizer.average() returns, and "
+                "give it to optimizer.apply_averages()"
+            )
 
 
 def _of_the_model(name: str | None) -> str:

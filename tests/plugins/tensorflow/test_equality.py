@@ -105,6 +105,47 @@ def test_no_update_is_lost_where_nobody_reads_between_steps(compiled: bool) -> N
         np.testing.assert_allclose(ours, plain, rtol=1e-9)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_averages_that_the_loop_clips(compiled: bool) -> None:
+    """And throws away where their norm is large, in some steps."""
+    inputs, targets = numbers()
+
+    def run(model: Any, optimizer: Any, *data: Any) -> tuple[list[bool], Any]:
+        averaged = isinstance(optimizer, ScheduledOptimizer)
+        variables = model.trainable_variables[1:]
+
+        def step(batch: Any, target: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(batch, training=True) - target) ** 2)
+            gradients = tape.gradient(loss, variables)
+            if averaged:
+                gradients = optimizer.average(gradients, variables)
+            clipped, norm = tf.clip_by_global_norm(gradients, 0.5)
+            is_used = norm < 1.2
+            if is_used:
+                (optimizer.apply_averages if averaged else optimizer.apply)(clipped, variables)
+            return is_used
+
+        step = tf.function(step) if compiled else step
+        used = [bool(step(*each)) for each in zip(*data)]
+        return used, np.concatenate([weights.ravel() for weights in model.get_weights()])
+
+    alone = made(mlp, 0)
+    adam = optimizers.Adam(0.05)
+    adam.build(alone.trainable_variables)
+    used, plain = run(alone, adam, inputs, targets)
+    assert {True, False} == set(used)
+    models = [made(mlp, rank) for rank in range(RANKS)]
+
+    def body(session: Session) -> Any:
+        optimizer = ScheduledOptimizer(optimizers.Adam(0.05), models[session.rank], session=session, per_parameter=False)
+        return run(models[session.rank], optimizer, *share(session, inputs, targets))
+
+    for ours in on_ranks(body):
+        assert ours[0] == used
+        np.testing.assert_allclose(ours[1], plain, rtol=1e-9)
+
+
 def test_an_optimizer_of_ones_own() -> None:
     """Of which nothing is known: it is called once per step."""
 

@@ -69,9 +69,15 @@ def test_it_is_a_plain_optimizer_for_one_rank() -> None:
     with session:
         plain, ours = made(mlp, 0), made(mlp, 0)
         optimizer = ScheduledOptimizer(keras.optimizers.Adam(0.01), ours, session=session)
-        expected = train(plain, keras.optimizers.Adam(0.01), INPUTS, TARGETS, "eager")
+        adam = keras.optimizers.Adam(0.01)
+        expected = train(plain, adam, INPUTS, TARGETS, "eager")
         assert all((a == b).all() for a, b in zip(train(ours, optimizer, INPUTS, TARGETS, "eager"), expected))
         assert type(ours.weights[0]) is type(plain.weights[0])
+        gradients = gradients_of(ours)
+        assert all(average is gradient for average, gradient in zip(optimizer.average(gradients), gradients))
+        optimizer.apply_averages(gradients)
+        adam.apply(gradients, plain.trainable_variables)
+        assert all((a == b).all() for a, b in zip(ours.get_weights(), plain.get_weights()))
         optimizer.synchronize()
         optimizer.detach()
 
@@ -499,6 +505,50 @@ def test_a_loss_scale_around_it() -> None:
         model.fit(*(array.reshape(-1, array.shape[-1]) for array in share(session, INPUTS, TARGETS)), verbose=0)
 
     refused(UnsupportedError, r"ScheduledOptimizer\(LossScaleOptimizer\(optimizer\), model\)", body)
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda gradients: tf.clip_by_global_norm(gradients, 1.0)[0],
+        lambda gradients: [tf.clip_by_norm(gradient, 1.0) for gradient in gradients],
+        lambda gradients: [*gradients[:-1], keras.ops.clip(gradients[-1], -1.0, 1.0)],
+        lambda gradients: [tf.clip_by_norm(tf.IndexedSlices(gradients[0], range(6), [6, 10]), 1.0), *gradients[1:]],
+    ],
+)
+def test_gradients_that_were_clipped_before_apply(clip: Callable[[list[Any]], list[Any]]) -> None:
+    def body(session: Session, model: Any) -> None:
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+        with tf.name_scope("ours"):
+            tf.function(lambda: optimizer.apply(clip(gradients_of(model))), autograph=False)()
+
+    refused(UnsupportedError, r"was clipped by clip_by_\w+ before it is averaged: .*average\(\)", body)
+
+
+def test_a_model_that_clips_within() -> None:
+    """Is trained: the names of its operations say that they are in the tape."""
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> None:
+        model = models[session.rank]
+        optimizer = ScheduledOptimizer(sgd(), model, session=session)
+
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                outputs = model(INPUTS[0])
+                loss = tf.reduce_sum(tf.clip_by_norm(outputs, 1.0) ** 2 + tf.clip_by_value(outputs, -1.0, 1.0))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables))
+
+        tf.function(step)()
+
+    on_ranks(body)
+
+
+def test_averages_of_an_optimizer_that_updates_each_variable_by_itself() -> None:
+    def body(session: Session, model: Any) -> None:
+        ScheduledOptimizer(sgd(), model, session=session).average(gradients_of(model))
+
+    refused(UnsupportedError, r"per_parameter=False\)", body)
 
 
 def test_global_clipping_that_is_set_later() -> None:
