@@ -29,6 +29,7 @@ from .errors import (
     PeerTimeout,
     TransportError,
     UnsupportedError,
+    and_more,
     error_text,
 )
 from .finite import FiniteReport as NotFiniteReport
@@ -497,10 +498,25 @@ class Core:
             self._wait_until(lambda: not self._is_moving(), self._wait_for_last, drains=True)
             devices = list(self._kernels.values())
         for kernels in devices:
-            kernels.settle()
+            self.wait_for_call(kernels.when_settled, f"for averages to be on {kernels.device.name}")
         if devices:
             with self._lock_to_wait():  # a copy may have failed
                 self._wait_until(lambda: not self._reported, lambda: Wait("to learn why the job failed"))
+
+    def wait_for_call(self, ask: Callable[[Callable[[], None]], None], what: str) -> None:
+        """Wait for a call of the function that ``ask`` is given. It may come from any thread. ``what`` completes the sentence
+        "rank 0 has waited 6 s ..."."""
+        came = False
+
+        def come() -> None:
+            nonlocal came
+            with self._lock:
+                came = True
+                self._progress.notify_all()
+
+        ask(come)
+        with self._lock_to_wait():
+            self._wait_until(lambda: came, lambda: Wait(what))
 
     def _is_moving(self) -> bool:
         return any(map(self._moves, self._groups.values()))
@@ -876,9 +892,8 @@ class Core:
         if not closed:
             return
         error.step, error.tensor = group.step, closed[0]
-        more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
         where = f"rank {self._transport.rank} was in step {group.step}"
-        error.add_note(f"{where}: the average of '{closed[0]}'{more} had not arrived yet")
+        error.add_note(f"{where}: the average of '{closed[0]}'{and_more(len(closed) - 1)} had not arrived yet")
 
     def _report(self, error: CommschedError) -> None:
         """Pass on a failure that arose here. Waiting threads continue to wait for :meth:`fail`: a lost peer may have ended
@@ -950,7 +965,7 @@ class Core:
         warned = 0.0  # seconds of waiting at the last warning
         while not condition():
             self._raise_if_deadlocked(drains)
-            left = self._next_warning(warned) - (monotonic() - began)
+            left = self.next_warning(warned) - (monotonic() - began)
             if left > 0:
                 self._progress.wait(left)
             else:
@@ -958,8 +973,8 @@ class Core:
                 self._warn(wait(), warned)
             self._check()
 
-    def _next_warning(self, warned: float) -> float:
-        """The seconds of waiting after which the next warning is due; ``warned`` are the seconds at the last one."""
+    def next_warning(self, warned: float) -> float:
+        """The seconds of waiting after which a warning is due; ``warned`` are the seconds at the last one. Any thread."""
         due, stall = warned + self.warn_after_seconds, self._stall_after_seconds
         return min(due, stall) if stall is not None and warned < stall else due
 

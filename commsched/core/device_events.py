@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
+
+log = logging.getLogger("commsched")
 
 
 class Event(Protocol):
@@ -23,6 +26,10 @@ class _Now:
 
 #: An event that has happened.
 NOW: Event = _Now()
+
+
+def _log(error: Exception) -> None:
+    log.error("a call after an event of a device failed", exc_info=error)
 
 
 _Item = tuple[Event, Callable[[], None], Callable[[Exception], None]]
@@ -46,11 +53,10 @@ class EventWatcher:
         blocks. After :meth:`close`, neither is called."""
         self._put((event, then, failed))
 
-    def settle(self) -> None:
-        """Return when all earlier :meth:`call_after` calls are carried out; after :meth:`close`, return at once."""
-        settled = threading.Event()
-        if self._put((NOW, settled.set, lambda _: None)):
-            settled.wait()
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when all earlier :meth:`call_after` calls are carried out; after :meth:`close`, at once."""
+        if not self._put((NOW, call, _log)):
+            call()
 
     def close(self, within_seconds: float | None = None) -> bool:
         """Carry out all earlier :meth:`call_after` calls, then end the thread. False if an event did not happen
@@ -74,5 +80,8 @@ class EventWatcher:
                 event.synchronize()
                 then()
             except Exception as error:
-                failed(error)
+                try:
+                    failed(error)
+                except Exception as bug:
+                    _log(bug)
             del item, event, then, failed  # the objects that they hold must not stay alive until the next event

@@ -14,8 +14,12 @@ from collections.abc import Sequence
 def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
     """``ranks`` as messages name them: "rank 3", "ranks 1, 2". With ``most``, only so many numbers, and how many more."""
     shown = ", ".join(map(str, ranks[:most]))
-    more = f" and {len(ranks) - most} more" if most is not None and len(ranks) > most else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{and_more(len(ranks) - len(ranks[:most]))}"
+
+
+def and_more(count: int) -> str:
+    """The end of a list of which ``count`` items are not shown: " and 2 more". Empty if all are."""
+    return f" and {count} more" if count else ""
 
 
 def error_text(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol
 
 from .device import DeviceStream
 from .device_events import Event
+from .errors import UnsupportedError, and_more
 from .interfaces import Buffer
 from .manifest import Manifest
 from .plan import Plan
@@ -61,6 +62,8 @@ class GroupCalls(Protocol):
     def keep_agreed(self, group: TensorGroup) -> None: ...
 
     def release(self, group: TensorGroup) -> None: ...
+
+    def check(self) -> None: ...
 
 
 class DependencyProxy:
@@ -204,6 +207,20 @@ class TensorGroup:
     def missing(self) -> list[int]:
         """The tensors that are not yet notified in the current step; none before the first step."""
         return [tensor for tensor in range(len(self.proxies)) if tensor not in self.notified] if self.next_step else []
+
+    def require_whole_step(self) -> None:
+        """Require that all tensors of the current step are notified. Other ranks wait for them, so another step would hang.
+
+        Raises:
+            UnsupportedError: backward was broken off on this rank; names a tensor.
+            CommschedError: the session's failure, which has broken it off.
+        """
+        if missing := self.missing():
+            self._core.check()
+            raise UnsupportedError(
+                f"step {self.step} was broken off: this rank has no gradient of '{self.manifest.tensors[missing[0]].name}'"
+                f"{and_more(len(missing) - 1)}, for which other ranks wait"
+            )
 
     def release(self) -> None:
         """Release the buffers; no further step may begin. All tensors of the last step must have been notified. The caller need

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from .comparison import Difference, require_same
-from .errors import ManifestMismatch, ProtocolError, UnsupportedError
+from .errors import ManifestMismatch, ProtocolError, UnsupportedError, and_more
 from .norms import NormsOf
 
 #: Bytes of one element. Floating-point types are averaged (16-bit types are summed in 32 bits). ``uint8`` is summed, which
@@ -132,7 +132,7 @@ class Manifest:
     def names_in(self, dtype: str, start: int, stop: int) -> str:
         """The names of the tensors that own bytes ``[start, stop)`` of a dtype's buffer, for messages."""
         names = self._names_in(dtype, start, stop)
-        return f"'{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "no tensor"
+        return f"'{names[0]}'{and_more(len(names) - 1)}" if names else "no tensor"
 
     def first_in(self, dtype: str, start: int, stop: int) -> str | None:
         """The name of the first tensor that owns bytes in ``[start, stop)`` of a dtype's buffer, if there is one."""

@@ -249,8 +249,9 @@ class Kernels:
     def use(self, policy: Policy) -> None:
         """Continue with another policy."""
 
-    def settle(self) -> None:
-        """Return when all averages that are there are on the device."""
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Call ``call`` when all averages that are there are on the device."""
+        call()
 
     def close(self) -> None:
         """Queue no further copy, and wait for those that are queued. Idempotent."""
@@ -337,8 +338,8 @@ class Staging(Kernels):
     def _task_failed(self, task: StagedTask, did: str, error: Exception) -> None:
         self._report(self.failure(task.step, task.owner.proxies[task.partition.tensors[0]].name, did, error))
 
-    def settle(self) -> None:
-        self._back.settle()
+    def when_settled(self, call: Callable[[], None]) -> None:
+        self._back.when_settled(call)
 
     def close(self) -> None:
         with self._lock:

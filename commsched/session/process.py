@@ -14,7 +14,7 @@ from typing import Unpack
 
 from ..control.generations import Asked
 from ..core import process_exit
-from ..core.errors import CommschedError, ConfigError, TransportError, UnsupportedError, error_text
+from ..core.errors import CommschedError, ConfigError, TransportError, UnsupportedError, error_text, ranks_text
 from ..core.interrupted import is_held_here
 from ..core.standard_streams import flush_all, occupy
 from ..core.world import World, detect_world
@@ -226,7 +226,7 @@ def _end(session: Session) -> None:
         if failure is not None and not session.has_raised:
             log.error("rank %d: the job had failed before: %s", session.rank, error_text(failure))
         elif failure is None and session.left:
-            log.error("rank %d: %s had left the job before", session.rank, ", ".join(f"rank {rank}" for rank in session.left))
+            log.error("rank %d: %s had left the job before", session.rank, ranks_text(session.left))
         return
     try:
         session.close()

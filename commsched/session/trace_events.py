@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..core.errors import and_more
 from ..core.plan import Partition
 
 TRACKS = ("step", "forward", "backward", "update", "wait", "queue", "send", "reply")  # from top to bottom
@@ -158,7 +159,7 @@ class RankRecord:
         if reader is not None:
             args["needed_by"] = shown(reader.name)
             args["needed_ms_after_ready"] = round(1e3 * (reader.start - task.ready_at), 3)
-        name = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        name = names[0] + and_more(len(names) - 1)
         return [
             self._event("queue", name, task.ready_at, task.started_at, args),
             self._event("send", name, task.started_at, task.sent_at, args),

@@ -23,6 +23,12 @@ def never(error: Exception) -> None:
     raise AssertionError(error)
 
 
+def settle(watcher: EventWatcher) -> None:
+    settled = threading.Event()
+    watcher.when_settled(settled.set)
+    assert settled.wait(60)
+
+
 @pytest.fixture
 def watcher():
     watcher = EventWatcher("commsched-test-events")
@@ -38,7 +44,7 @@ def test_calls_come_after_their_event_and_in_order(watcher: EventWatcher) -> Non
     second.set()
     assert called == []
     first.set()
-    watcher.settle()
+    settle(watcher)
     assert called == [1, 2]
 
 
@@ -48,7 +54,7 @@ def test_a_failed_event_is_told_and_those_after_it_go_on(watcher: EventWatcher) 
     happened = Manual()
     happened.set()
     watcher.call_after(happened, lambda: told.append("next"), never)
-    watcher.settle()
+    settle(watcher)
     assert told == ["the device is lost", "next"]
 
 
@@ -57,7 +63,7 @@ def test_what_a_call_raises_is_told(watcher: EventWatcher) -> None:
     happened = Manual()
     happened.set()
     watcher.call_after(happened, lambda: [][0], lambda error: told.append(type(error).__name__))
-    watcher.settle()
+    settle(watcher)
     assert told == ["IndexError"]
 
 
@@ -76,9 +82,22 @@ def test_after_close_nothing_is_waited_for_or_called() -> None:
     event = Manual()
     watcher.call_after(event, lambda: None, never)
     assert not watcher.close(0.01)
-    watcher.settle()  # at once, though the event has not happened
+    settled = threading.Event()
+    watcher.when_settled(settled.set)  # at once, though the event has not happened
+    assert settled.is_set()
     watcher.call_after(Manual(), called.set, never)
     event.set()
     assert watcher.close()
-    watcher.settle()
     assert not called.is_set()
+
+
+def test_a_call_about_a_failure_that_raises_is_logged_and_those_after_it_go_on(
+    watcher: EventWatcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(error: Exception) -> None:
+        raise ValueError("a mistake")
+
+    watcher.call_after(Broken(), lambda: None, raises)
+    settle(watcher)
+    assert caplog.records[0].getMessage() == "a call after an event of a device failed"
+    assert "ValueError: a mistake" in caplog.text

@@ -535,6 +535,31 @@ def test_drain_raises_the_failure_of_a_copy(world: World) -> None:
     thread.join()
 
 
+def test_drain_raises_a_failure_of_the_job_while_the_device_hangs(world: World) -> None:
+    world.group.begin_step()
+    for tensor in range(TENSORS):
+        world.submit(tensor, 3)
+    started = world.transport.wait_started(TENSORS)
+    world.device.hold()
+    for task in started:
+        world.average(task, 6)
+    told: SimpleQueue[BaseException] = SimpleQueue()
+
+    def drain() -> None:
+        try:
+            world.core.drain()
+        except TransportError as error:
+            told.put(error)
+
+    thread = threading.Thread(target=drain, daemon=True)
+    thread.start()
+    waits()
+    world.core.fail(TransportError("rank 1 is gone"))
+    assert str(told.get(timeout=60)) == "rank 1 is gone"
+    thread.join()
+    world.device.resume()
+
+
 def test_nothing_is_written_after_the_close(world: World) -> None:
     world.group.begin_step()
     world.submit(0, 3)

@@ -128,8 +128,8 @@ class GradientExchange:
             group = self._require_gradients().group
             if round_number != NOTHING:
                 self.require_last(round_number)
-            elif self._round != NOTHING and len(group.notified) < len(self.specs):
-                self._refuse_broken_off()
+            elif self._round != NOTHING:
+                group.require_whole_step()
             self._timeline.backward_begins()
             step = group.begin_step()
             self._round = (self._first + step) % (2**31 - 1) or 1
@@ -188,13 +188,6 @@ class GradientExchange:
                 "each state once, and call state = cs.synchronize(state) on a state that you keep. To leave out an update that "
                 "is not finite, use optax.apply_if_finite(tx, ...)"
             )
-
-    def _refuse_broken_off(self) -> None:
-        group = self._require_gradients().group
-        missing = [spec.name for tensor, spec in enumerate(group.manifest.tensors) if tensor not in group.notified]
-        raise UnsupportedError(
-            f"step {group.step} was broken off: the gradient of '{missing[0]}' and {len(missing) - 1} more were never produced"
-        )
 
     def _require_gradients(self) -> FlatGradients:
         if self._gradients is None:

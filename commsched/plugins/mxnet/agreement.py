@@ -14,7 +14,7 @@ import numpy as np
 import commsched
 
 from ...core.comparison import require_same
-from ...core.errors import RanksDiverged, UnsupportedError
+from ...core.errors import RanksDiverged, UnsupportedError, ranks_text
 from ..common.step_flags import StepFlags
 from ..common.weights_check import WeightsCheck, digest_of
 
@@ -89,17 +89,13 @@ class Agreement:
         if ended and others:
             steps = self._flags.group.next_step - 1  # the end counts as a round
             raise RanksDiverged(
-                f"rank {_listed(ended)} ended the training of {self._what} after {steps} steps, by detach() or the end of the "
-                f"session, and rank {_listed(others)} did not: give all ranks equally many batches, and call "
+                f"{ranks_text(ended)} ended the training of {self._what} after {steps} steps, by detach() or the end of the "
+                f"session, and {ranks_text(others)} did not: give all ranks equally many batches, and call "
                 "detach() on all or on none"
             )
 
     def release(self) -> None:
         self._flags.group.release()
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 class ComparedWeights:

@@ -16,7 +16,7 @@ import mxnet as mx
 import commsched
 
 from ...core.comparison import require_same
-from ...core.errors import ConfigError, UnsupportedError
+from ...core.errors import ConfigError, UnsupportedError, and_more
 from ...core.manifest import Manifest
 from ..common.collectives import gather_alike, require_same_owner
 from ..common.weights_check import number_in
@@ -180,7 +180,7 @@ class GradientExchange(RoundExchange):
         require_equal_values(self._session, list(trained.values()))
         if not names:
             raise UnsupportedError("no parameter is trained (grad_req='null'?), so there is nothing to average")
-        what = f"'{next(iter(trained))}' and {len(names) - 1} more"
+        what = f"'{next(iter(trained))}'{and_more(len(names) - 1)}"
         manifest = Manifest(tuple(spec_of(name, trained[name].data()) for name in names))
         rounds = Rounds(self._session, what, manifest, names, may_freeze=True)
         self._slots = [Slot(trained[place.name], place) for place in rounds.queued.places]

@@ -16,7 +16,7 @@ import numpy as np
 import commsched
 
 from ...core.comparison import require_same
-from ...core.errors import UnsupportedError
+from ...core.errors import UnsupportedError, and_more
 from ...core.manifest import Manifest, TensorSpec
 from ..common.collectives import gather_alike
 from ..common.weights_check import number_in
@@ -95,10 +95,9 @@ class KeyExchange(RoundExchange):
         begun, and a key was not pushed in it."""
         missing = [name for name in self._specs if name not in self._pushed]
         if self._pushed and missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise UnsupportedError(
-                f"{what}, and {missing[0]}{more} was not pushed in this step: push every key of the first step in each, on all "
-                "ranks, or create another kvstore"
+                f"{what}, and {missing[0]}{and_more(len(missing) - 1)} was not pushed in this step: push every key of the "
+                "first step in each, on all ranks, or create another kvstore"
             )
 
     def _require_turn(self, name: str) -> None:
@@ -140,6 +139,6 @@ class KeyExchange(RoundExchange):
         urgent_first = sorted(self._specs, key=lambda name: -self._priorities[name])  # stable: equal ones keep their order
         self._tensors = {name: tensor for tensor, name in enumerate(urgent_first)}
         specs = tuple(self._specs[name] for name in urgent_first)
-        what = f"kvstore {number} ({next(iter(self._specs))} and {len(self._specs) - 1} more)"
+        what = f"kvstore {number} ({next(iter(self._specs))}{and_more(len(self._specs) - 1)})"
         # A loop may read a weight before it pushes other keys, which would wait for ever in a static order.
         return Rounds(self._session, what, Manifest(specs, shares_partitions=False), (), may_freeze=False)

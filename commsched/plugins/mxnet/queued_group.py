@@ -65,7 +65,7 @@ class QueuedGroup:
         session.when_failed(self._fail)
         session.cleanup.callback(self._end)
         self._go_undrained = drain_before_forks(self)
-        self._watch = OverdueWatch(session.core.warn_after_seconds, self._awaited, self._group.stalled)
+        self._watch = OverdueWatch(session.core.next_warning(0.0), self._awaited, self._group.stalled)
 
     def begin_round(self) -> None:
         """Begin a round. Waits until the round before is over. Raises CommschedError if the session failed or was closed."""

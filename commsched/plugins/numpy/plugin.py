@@ -100,7 +100,7 @@ class ScheduledOptimizer:
         if not self._session.closed:
             self.synchronize()
             self._forget()
-            if self._group.step < 0 or len(self._group.notified) == len(self._group.manifest.tensors):
+            if not self._group.missing():
                 self._group.release()
         self._is_replaced = True
 
@@ -110,14 +110,13 @@ class ScheduledOptimizer:
         Returns at once, unless no forward has run since the last ``step``: then it makes the outstanding updates first.
 
         Raises:
-            UnsupportedError: another ScheduledOptimizer was made for the same network, or this one after backward. Or a
-                parameter was replaced by another array.
-            RuntimeError: the last backward was broken off.
+            UnsupportedError: another ScheduledOptimizer was made for the same network, or this one after backward. Or the last
+                backward was broken off, or a parameter was replaced by another array.
             CommschedError: the session failed.
         """
         if self._is_replaced:
             raise UnsupportedError("another ScheduledOptimizer was made for the same network: use that one")
-        self._require_whole_backward()
+        self._group.require_whole_step()
         for spec, (index, name), parameter in zip(self._group.manifest.tensors, self._slots(), self._parameters):
             if self._network.layers[index].parameters[name] is not parameter:
                 raise UnsupportedError(
@@ -223,13 +222,8 @@ class ScheduledOptimizer:
             stream = self._stream()
             self._group.notify_all_ready(self._tensors[index], None if stream is None else stream.record())
 
-    def _require_whole_backward(self) -> None:
-        missing = len(self._group.manifest.tensors) - len(self._group.notified)
-        if self._group.step >= 0 and missing:  # the other ranks wait for these gradients: to continue would hang
-            raise RuntimeError(f"backward of step {self._group.step} was broken off: {missing} gradients were never written")
-
     def _begin_step(self) -> None:
-        self._require_whole_backward()
+        self._group.require_whole_step()
         self.synchronize()  # if no forward followed the last step: this backward overwrites its averages
         self._group.begin_step(self._stream())
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import commsched
 
-from ...core.errors import ClosedError, UnsupportedError
+from ...core.errors import ClosedError, UnsupportedError, and_more
 from ...core.manifest import Manifest, TensorSpec
 from ..common.collectives import gather_alike, register_flat
 from ..common.step_flags import StepFlags
@@ -184,7 +184,7 @@ class GradientExchange:
 
     def name_of(self, bundle: Bundle) -> str:
         first, *others = (self._paths[index] for index in bundle)
-        return f"{first} and {len(others)} more" if others else f"{first}"
+        return f"{first}{and_more(len(others))}"
 
     def end(self) -> None:
         """End the step. Its averages must have been used, or be certain to be used even if the graph that runs it fails."""
@@ -196,13 +196,9 @@ class GradientExchange:
         if self._ended:
             return
         self._session.core.check()
-        group = self._group
-        missing = len(self._forward) - len(group.notified)
-        if missing:  # other ranks wait for these gradients, so a new step would only hang
-            reason = f"{missing} of its gradients were never computed here, and other ranks wait for them"
-        else:
-            reason = "this rank has not made its update, or not all of it, which others have made"
-        raise UnsupportedError(f"step {group.step} was broken off: {reason}")
+        self._group.require_whole_step()
+        reason = "this rank has not made its update, or not all of it, which others have made"
+        raise UnsupportedError(f"step {self._group.step} was broken off: {reason}")
 
     def _notify(self, index: int) -> None:
         with self._notifying:

@@ -48,7 +48,6 @@ class Updater:
         self.signals = Signals(count + 2)
         self.exchange: GradientExchange | None = None  # set with the first step
         self._session = session
-        self._warn_after_seconds = session.core.warn_after_seconds
         self._agreement = agreement
         self._changed = threading.Condition()
         self.gates = [
@@ -59,6 +58,7 @@ class Updater:
         self.state: list[tf.Variable] = []  # the optimizer's variables that have a settle function
         # The outstanding updates, front layers first: the compiled functions, the learning rate, the number of the step.
         self._due: dict[Bundle, tuple[Updates, Any, Any]] = {}
+        self._since = self._warned = 0.0  # when the thread's wait for averages began, and its length at the last warning
         self._alike = True  # whether ranks were found alike in this step; True before the first step
         self._error: CommschedError | None = None
         self._ends = False
@@ -85,6 +85,7 @@ class Updater:
                 gate.is_closed = True
             self._due = dict.fromkeys(bundles, (updates, learning_rate, iterations))
             self._alike = False
+            self._wait_begins()
             self._changed.notify_all()
 
     def await_all(self) -> None:
@@ -94,6 +95,7 @@ class Updater:
             self.signals.close([self.arrived])
             self._awaiting = True
             self._alike = False
+            self._wait_begins()
             self._changed.notify_all()
 
     def _require_running(self) -> None:
@@ -210,8 +212,8 @@ class Updater:
     def _next(self) -> Bundle | None:
         """Wait for the thread's next work, and return the front-most bundle that can be updated; an empty one if the ranks must
         be compared first, None if no updates will follow."""
-        since = monotonic()
         with self._changed:
+            self._wait_begins()
             while self._error is None and not self._ends:
                 exchange = self.exchange
                 if exchange is not None and not self._alike:  # averages may arrive before the flags
@@ -224,13 +226,26 @@ class Updater:
                     if self._awaiting and exchange.all_there():
                         self._awaiting = False
                         self.signals.open((self.arrived,))
-                if not self._changed.wait(self._warn_after_seconds):
-                    self._warn(monotonic() - since)
+                self._wait_for_change()
             return None
 
-    def _warn(self, seconds: float) -> None:
-        if self._due and self.exchange is not None:
-            self.exchange.stalled(next(iter(self._due)), seconds)
+    def _wait_begins(self) -> None:
+        """Called with the lock held."""
+        self._since, self._warned = monotonic(), 0.0
+
+    def _wait_for_change(self) -> None:
+        """Wait, or say for whom graphs have waited too long: they cannot say so themselves. Called with the lock held."""
+        exchange = self.exchange
+        if exchange is None or not (self._due or self._awaiting):
+            self._changed.wait()
+            return
+        seconds = monotonic() - self._since
+        left = self._session.core.next_warning(self._warned) - seconds
+        if left > 0:
+            self._changed.wait(left)
+            return
+        self._warned = seconds
+        exchange.stalled(next(iter(self._due), tuple(exchange.forward_order)), seconds)
 
     def _update(self, bundle: Bundle, updates: Updates, learning_rate: Any, iterations: Any) -> None:
         assert self.exchange is not None

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ...core.errors import ConfigError, UnsupportedError
+from ...core.errors import ConfigError, UnsupportedError, and_more
 
 _KEEP_DDP = "call the model itself, without it; or keep it, with commsched.plugins.torch.comm_hook"
 
@@ -47,7 +47,7 @@ def outside_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str 
                 outside.append(f"param_groups[{index}]['params'][{position}] {list(parameter.shape)}")
     if not outside:
         return None
-    which = ", ".join(outside[:3]) + (f" and {len(outside) - 3} more" if len(outside) > 3 else "")
+    which = ", ".join(outside[:3]) + and_more(len(outside[3:]))
     if len(outside) == total:
         raise ConfigError(
             f"none of the optimizer's parameters ({which}) belongs to the {type(model).__name__} given with it: give the model "

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commsched
 
-from ...core.errors import ConfigError, UnsupportedError
+from ...core.errors import ConfigError, UnsupportedError, and_more
 from ...core.group import TensorGroup
 from .device import init_for, open_device, register_on, spec_of
 
@@ -102,8 +102,12 @@ class CommHookState:
         if self._group is None:
             return _all_reduce(bucket.buffer(), ddp.process_group)
         if bucket.index() == 0:
-            if self._buckets:  # beginning a step would wait forever
-                raise UnsupportedError(f"the first bucket arrived again before all of step {self._group.step} had arrived")
+            if self._buckets:
+                self._group.require_whole_step()
+                raise UnsupportedError(
+                    f"the first bucket came again before the averages of step {self._group.step} were used: backward was "
+                    "broken off, or the hook was called twice"
+                )
             self._group.begin_step()
         self._submit(bucket, self._group, ddp)
         average = self._buckets[-1].average
@@ -186,4 +190,4 @@ def _all_reduce(buffer: torch.Tensor, process_group: dist.ProcessGroup) -> torch
 
 def _names(group: TensorGroup, tensors: Iterable[int]) -> str:
     first, *others = (group.manifest.tensors[tensor].name for tensor in tensors)
-    return f"parameter '{first}'" + (f" and {len(others)} more" if others else "")
+    return f"parameter '{first}'{and_more(len(others))}"

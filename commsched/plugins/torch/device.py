@@ -111,6 +111,7 @@ class Cuda(Device):
         self.arrived = self._arrived if session.device == "cpu" else None
         self._device = device
         self._report = session.report
+        self._wait_for_call = session.core.wait_for_call
         self._stream: torch.cuda.Stream | None = None  # the first stream that read a parameter
         self._several_streams = False
         self._copies = torch.cuda.Stream(device, priority=-1)
@@ -179,7 +180,7 @@ class Cuda(Device):
             self._report(TransportError(f"{self._device} failed while it computed a digest of weights: {cause}"))
 
     def settle(self) -> None:
-        self._watcher.settle()
+        self._wait_for_call(self._watcher.when_settled, "for digests of weights")
 
     def close(self) -> None:
         self._watcher.close(_CLOSE_SECONDS)

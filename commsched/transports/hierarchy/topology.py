@@ -14,7 +14,7 @@ from itertools import pairwise
 from struct import Struct
 from time import monotonic
 
-from ...core.errors import CommschedError, ConfigError, PeerTimeout, ProtocolError, TransportError
+from ...core.errors import CommschedError, ConfigError, PeerTimeout, ProtocolError, TransportError, ranks_text
 from ..backend import WhenFailed
 from .messages import Kind, LocalMessage, UnixConnection, close_all
 
@@ -166,13 +166,13 @@ class HostRendezvous:
             raise
 
     def _accept(self, within_seconds: float, missing: list[int]) -> socket.socket:
-        said = ", ".join(map(str, missing))
+        said = ranks_text(missing)
         try:
             connection, _ = self._listening.accept()
         except TimeoutError as error:
-            raise PeerTimeout(f"rank {said} of this host did not connect within {within_seconds:.0f} s") from error
+            raise PeerTimeout(f"{said} of this host did not connect within {within_seconds:.0f} s") from error
         except OSError as error:
-            raise TransportError(f"rank {said} of this host cannot connect: {error.strerror or error}") from error
+            raise TransportError(f"{said} of this host cannot connect: {error.strerror or error}") from error
         if self._failure is not None:
             connection.close()
             raise self._failure

@@ -379,10 +379,17 @@ def test_a_step_that_was_broken_off_is_named(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(TensorGroup, "notify_ready", breaks)
         with pytest.raises(FloatingPointError, match=r"^overflow$"):
             step(state, *make_batch(session.rank, 0))
-        message = r"^step 0 was broken off: the gradient of 'layer0.kernel' and . more were never produced$"
+        message = r"^step 0 was broken off: this rank has no gradient of 'layer0.kernel', for which other ranks wait$"
         with pytest.raises(UnsupportedError, match=message):
             step(state, *make_batch(session.rank, 0))
         both.wait(60)
+        if session.rank == 0:
+            session.report(TransportError("the data are gone"))
+        failed = threading.Event()
+        session.when_failed(lambda error: failed.set())
+        assert failed.wait(60)
+        with pytest.raises(TransportError, match="the data are gone"):  # the failure counts more
+            step(state, *make_batch(session.rank, 0))
         session.abort("it is known")
 
     both = threading.Barrier(2)

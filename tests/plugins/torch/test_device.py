@@ -161,6 +161,13 @@ class FakeLayer(SimulatedDevice):
         return super().current_stream()
 
 
+def wait_for_call(ask: Callable[[Callable[[], None]], None], what: str = "") -> None:
+    """As the core does it, but no failure ends it."""
+    called = threading.Event()
+    ask(called.set)
+    assert called.wait(60)
+
+
 class Opened:
     event: FakeEvent
 
@@ -171,7 +178,8 @@ class Opened:
         self.cleanup = ExitStack()
         monkeypatch.setattr(device_module.torch, "cuda", self.cuda)
         monkeypatch.setattr(device_module, "open_layer", lambda name: self.layer)
-        session: Any = SimpleNamespace(device=on_device, report=self.reported.append, cleanup=self.cleanup)
+        core = SimpleNamespace(wait_for_call=wait_for_call)
+        session: Any = SimpleNamespace(device=on_device, report=self.reported.append, cleanup=self.cleanup, core=core)
         device = open_device(session, [("w", on("cuda:0"))])
         assert isinstance(device, Cuda)
         self.device = device
@@ -326,7 +334,7 @@ class LateHost(Device):
         assert self._turn.acquire(timeout=60)
 
     def settle(self) -> None:
-        self._watcher.settle()
+        wait_for_call(self._watcher.when_settled)
 
     def close(self) -> None:
         assert self._watcher.close(10)

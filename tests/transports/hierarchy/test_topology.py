@@ -212,7 +212,7 @@ def test_a_system_that_lets_nobody_connect_is_named_as_the_cause(monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(meeting, "_listening", Exhausted())
-        with pytest.raises(TransportError, match="rank 1, 2 of this host cannot connect: Too many open files"):
+        with pytest.raises(TransportError, match="ranks 1, 2 of this host cannot connect: Too many open files"):
             meeting.wait(60.0, never)
     meeting.close()
 
