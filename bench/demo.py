@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from commsched import ConfigError
@@ -26,6 +26,7 @@ from commsched.simulator.scenario import bytes_factor
 from .demo_worker import BLOCK_STEPS
 from .harness.arguments import add_options, at_least, setting
 from .harness.job import require_no_launcher
+from .harness.measure import median_interval
 from .harness.processes import JobFailed
 from .harness.results import Row, write
 
@@ -92,7 +93,6 @@ def _rows(layers: Mapping[str, Any], trained: Mapping[str, Any], rate: str, work
     bound = max(lower_bound(*times), layers["step_seconds"])
     rows: list[Row] = []
     for policy, seconds in trained["seconds"].items():
-        low, _, high = quantiles(seconds, n=4)
         rows.append(
             {
                 "system": "commsched" if policy == "priority" else policy,
@@ -101,7 +101,7 @@ def _rows(layers: Mapping[str, Any], trained: Mapping[str, Any], rate: str, work
                 "servers": 0,
                 "bandwidth_bps": 8 * bytes_per_second,
                 "emulated": True,
-                "step_seconds": {"median": median(seconds), "low": low, "high": high, "count": len(seconds)},
+                "step_seconds": median_interval(seconds),
                 "compute_seconds": layers["step_seconds"],
                 "comm_seconds": sum(comm),
                 "bound_seconds": bound,
@@ -120,7 +120,7 @@ def _print(rows: list[Row], trained: Mapping[str, Any], directory: Path) -> None
         ("FIFO order, as without a scheduler", fifo["step_seconds"]),
         ("with the scheduler", scheduled["step_seconds"]),
     ]
-    print(f"\n{'':38}{'ms/step':>9}{'middle half':>16}{'T*/T':>7}")
+    print(f"\n{'':38}{'ms/step':>9}{'95 % interval':>16}{'T*/T':>7}")
     for name, seconds in milliseconds:
         low, middle, high = (1000 * seconds[key] for key in ("low", "median", "high"))
         print(f"{name:38}{middle:9.1f}{f'{low:.1f} to {high:.1f}':>16}{1000 * bound / middle:7.2f}")

@@ -22,7 +22,7 @@ import commsched.plugins.torch as cs
 from commsched import Session
 
 from .harness.arguments import add_options, at_least
-from .harness.ddp import open_process_group
+from .harness.ddp import FASTEST, open_process_group
 from .harness.job import Job, run_job
 from .harness.measure import TOLERATED_DIFFERENCE, median_interval, rotated
 from .harness.processes import JobFailed
@@ -153,7 +153,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def _ddp(parameters: int, rank: int) -> _System:
     model = _model(parameters)
-    return _System(_step(DistributedDataParallel(model), _optimizer(model), rank), lambda: None, model)
+    return _System(_step(DistributedDataParallel(model, **FASTEST), _optimizer(model), rank), lambda: None, model)
 
 
 def _scheduled(parameters: int, session: Session) -> _System:

@@ -20,9 +20,10 @@ from commsched import Session
 from commsched.core.device import Device
 from commsched.core.manifest import Manifest, TensorSpec
 from commsched.devices import open_device
+from commsched.settings import parse_rate
 from commsched.testing import SimulatedDevice
 
-from .harness.arguments import add_options, at_least, list_of
+from .harness.arguments import add_options, at_least, list_of, positive, setting
 from .harness.job import Job, run_job
 from .harness.measure import beside, beside_columns, rotated
 from .harness.processes import JobFailed
@@ -37,11 +38,17 @@ _COLUMNS = {"where": "gradients in", **beside_columns("the host's")}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=at_least(1), default=24, metavar="N", help="number of equal layers (default: 24)")
     parser.add_argument("--megabytes", type=at_least(1), default=24, metavar="N", help="size of all gradients (default: 24)")
-    parser.add_argument("--compute", type=float, default=0.4, metavar="SECONDS", help="computation of a step (default: 0.4)")
-    parser.add_argument("--rate", default="500mbit", metavar="RATE", help="cap of each rank's sending (default: 500mbit)")
+    parser.add_argument("--compute", type=positive, default=0.4, metavar="SECONDS", help="computation of a step (default: 0.4)")
+    parser.add_argument(
+        "--rate",
+        type=setting(parse_rate),
+        default="500mbit",
+        metavar="RATE",
+        help="cap of each rank's sending (default: 500mbit)",
+    )
     parser.add_argument(
         "--copies",
-        type=list_of(float),
+        type=list_of(positive),
         default=(12.0, 25.0),
         metavar="GB,...",
         help="speeds of copies, in GB/s (default: 12,25)",

@@ -19,7 +19,7 @@ from typing import Any
 
 from . import PROGRAM
 from .harness import results
-from .harness.arguments import add_options
+from .harness.arguments import add_options, new_directory
 from .harness.results import SCHEMA, Row, lasting, markdown_table
 
 _ALL = ("ps", "gloo", "mpi")
@@ -131,7 +131,9 @@ def _in_16_bits() -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIRECTORY", help="for results; it goes on from them")
+    parser.add_argument(
+        "--out", type=new_directory, required=True, metavar="DIRECTORY", help="for results; it goes on from them"
+    )
     parser.add_argument(
         "--keep", action="store_true", help="also the results that another commit, machine or version measured, as they are"
     )

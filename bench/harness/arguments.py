@@ -13,6 +13,8 @@ from commsched import ConfigError
 from commsched.settings import Settings, parse_bytes, parse_rate, parse_seconds
 from commsched.transports import require_transport, transport_names
 
+from .results import is_written_in_place
+
 FLOAT32_BYTES = 4
 
 
@@ -89,9 +91,24 @@ def new_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"'{path}' is a directory")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no directory '{path.parent}'")
-    if not path.exists() and not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"nothing may be written to '{path.parent}'")
+    if not is_written_in_place(path):
+        _require_writable(path.parent)
     return path
+
+
+def new_directory(text: str) -> Path:
+    """A directory for results, which is made if it is not there."""
+    path = Path(text)
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"'{there}' is no directory")
+    _require_writable(there)
+    return path
+
+
+def _require_writable(directory: Path) -> None:
+    if not os.access(directory, os.W_OK):
+        raise argparse.ArgumentTypeError(f"nothing may be written to '{directory}'")
 
 
 def or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from commsched import ConfigError
 from commsched.settings import parse_rate
 
 from .processes import JobFailed, Process, Processes, signals_deferred, signals_handled
@@ -31,6 +32,7 @@ BURST_BYTES = 256 * 1024
 #: configuration.
 CONGESTION_CONTROL = "cubic"
 
+_MOST_HOSTS = 250  # each has an address of one network
 _NAMESPACES = Path("/run/netns")
 _serial = itertools.count()
 
@@ -82,19 +84,21 @@ class Cluster:
     exception, SIGINT or SIGTERM. The next run removes the remains of a run that was killed.
 
     Args:
-        hosts: names of the hosts, at most 250.
+        hosts: names of the hosts, at most :data:`_MOST_HOSTS`.
         rate: rate of every link in each direction, in ``tc``'s notation (``"1gbit"``), or one rate for each host; None means
             not shaped.
         flow_rate: rate of each TCP connection in each direction, as clouds cap it, on links with a rate.
 
     Raises:
-        ConfigError: a rate is invalid.
+        ConfigError: a rate is invalid, or there are too many hosts.
         ClusterUnavailable: raised on entering; the message says what is missing.
     """
 
     def __init__(self, hosts: Sequence[str], rate: str | Mapping[str, str] | None, flow_rate: str | None = None) -> None:
-        if len(set(hosts)) != len(hosts) or not 0 < len(hosts) <= 250:
-            raise ValueError(f"a cluster has 1 to 250 hosts with different names, not {list(hosts)}")
+        if len(hosts) > _MOST_HOSTS:
+            raise ConfigError(f"{len(hosts)} hosts with links of their own are more than {_MOST_HOSTS}")
+        if len(set(hosts)) != len(hosts) or not hosts:
+            raise ValueError(f"a cluster has hosts with different names, not {list(hosts)}")
         rates = dict.fromkeys(hosts, rate) if rate is None or isinstance(rate, str) else {h: rate[h] for h in hosts}
         self._rates = {host: None if each is None else parse_rate(each) for host, each in rates.items()}
         self._flow_rate = None if flow_rate is None else parse_rate(flow_rate)
@@ -227,11 +231,10 @@ def _remove_leftovers() -> None:
 
 def _remove(namespace: str) -> None:
     """Kill the processes in one of our namespaces and remove the namespace."""
-    try:
+    with suppress(ClusterUnavailable):  # it has disappeared meanwhile
         for pid in _ip("netns", "pids", namespace).split():
-            os.kill(int(pid), signal.SIGKILL)
-    except (ClusterUnavailable, ProcessLookupError):
-        pass  # it has disappeared meanwhile
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
     try:
         _ip("netns", "delete", namespace)
     except ClusterUnavailable:

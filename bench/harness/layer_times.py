@@ -172,7 +172,8 @@ class LayerTimer:
         return [after - before for before, after in pairwise(ready)][::-1]
 
     def result(self, warm_up: int) -> LayerTimes:
-        """Medians over the steps after the first ``warm_up``.
+        """Medians over the steps after the first ``warm_up``. The layers of forward add up to the median of their sums, and so
+        do those of backward.
 
         Raises:
             ValueError: there are no such steps.
@@ -180,6 +181,14 @@ class LayerTimer:
         steps = self._steps[warm_up:]
         if not steps:
             raise ValueError(f"{len(self._steps)} steps were timed, and {warm_up} of them are for warming up")
-        forward, backward = ([median(layer) for layer in zip(*part)] for part in zip(*steps))
+        forward, backward = map(_medians, zip(*steps))
         names, nbytes, tensors = zip(*((layer.name, layer.nbytes, layer.tensors) for layer in self._layers))
         return LayerTimes(list(names), forward, backward, list(nbytes), list(tensors))
+
+
+def _medians(steps: Sequence[Sequence[float]]) -> list[float]:
+    """The median of each layer over ``steps``, scaled to the median of the sums: a noise that hits another layer in each step
+    is in no layer's median."""
+    layers = [median(layer) for layer in zip(*steps)]
+    scale = median(map(sum, steps)) / (sum(layers) or 1.0)
+    return [scale * layer for layer in layers]

@@ -23,7 +23,13 @@ Row = Mapping[str, Any]
 
 #: Facts that may differ between measurements with one program on one machine. The profile is that of a sweep's cell.
 _OF_THE_MOMENT = frozenset({"time", "command", "load_average", "profile"})
+_ROOT = Path(__file__).parents[2]
 _PACKAGES = ("commsched", "numpy", "grpcio", "torch", "mpi4py")
+
+
+def is_written_in_place(path: Path) -> bool:
+    """Whether ``path`` is there and must stay what it is, such as a pipe or /dev/stdout. Other files are replaced."""
+    return path.exists() and (not path.is_file() or path.is_relative_to("/dev") or path.is_relative_to("/proc"))
 
 
 def write(path: Path | None, rows: Sequence[Row], measured_in: Mapping[str, Any] | None = None) -> None:
@@ -37,7 +43,7 @@ def write(path: Path | None, rows: Sequence[Row], measured_in: Mapping[str, Any]
     found = environment() if measured_in is None else dict(measured_in)
     document = {"schema": SCHEMA, "environment": found, "rows": [dict(row) for row in rows]}
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    if path.exists() and (not path.is_file() or path.is_relative_to("/dev") or path.is_relative_to("/proc")):
+    if is_written_in_place(path):
         path.write_text(text)  # /dev/stdout, say, must not be replaced, whatever it leads to
         return
     path = path.resolve()
@@ -123,8 +129,8 @@ def _processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the working tree, with a ``+`` and a digest of the changes if files differ from it; None outside a
-    repository.
+    """The commit of the working tree, with a ``+`` and a digest of the changes if files differ from it, or there are files of
+    Python that are new; None outside a repository.
 
     An installed package has no commit, although the directory that holds it may be in somebody's repository.
     """
@@ -132,16 +138,17 @@ def commit() -> str | None:
         return None
     try:
         sha = _git("rev-parse", "HEAD")
-        if not _git("status", "--porcelain", "--untracked-files=no"):
+        new = _git("ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()
+        if not new and not _git("status", "--porcelain", "--untracked-files=no"):
             return sha
-        return f"{sha}+{hashlib.blake2b(_git('diff', 'HEAD').encode(), digest_size=4).hexdigest()}"
+        changes = [_git("diff", "HEAD"), *(f"{path}\n{(_ROOT / path).read_text(errors='replace')}" for path in new)]
+        return f"{sha}+{hashlib.blake2b(json.dumps(changes).encode(), digest_size=4).hexdigest()}"
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _git(*arguments: str) -> str:
-    root = Path(__file__).parents[1]
     done = subprocess.run(
-        ["git", *arguments], cwd=root, check=True, capture_output=True, text=True, errors="replace", timeout=10
+        ["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True, errors="replace", timeout=10
     )
     return done.stdout.strip()

@@ -125,7 +125,7 @@ def chosen_sizes(context: Context) -> SchedulerConfig:
 
 def _train_until_settled(context: Context) -> None:
     session, training = context.session, context.shared(Training)
-    context.barrier.switch(replace(session.core.next_config, collective=context.collective))
+    context.barrier.switch(replace(session.core.next_config, collective=context.carrier.collective))
     training.reset()
     loop = context.make_loop()
     step = 0
@@ -147,7 +147,7 @@ def commsched_config(context: Context) -> SchedulerConfig:
         credit_bytes=context.credit_bytes,
         policy="priority",
         fusion_bytes=None,
-        collective=context.collective,
+        collective=context.carrier.collective,
         order=context.order,
     )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from commsched import Session
 from commsched.core.world import detect_world
 from commsched.settings import Settings
+from commsched.transports import without_effect
 
 from .averaging import ConfigBarrier
 from .measure import cpu_seconds
@@ -29,21 +30,22 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Carrier:
-    """A carrier of gradients: a transport and an order. A session has exactly one carrier. ``order`` is as in ``Settings``."""
+    """A carrier of gradients, named as in ``Settings``. A session has exactly one carrier."""
 
     transport: str
     order: str = "auto"
+    collective: str = "all_reduce"
 
 
 @dataclass(frozen=True)
 class Context:
-    """The context of a system. There is one context for each pair of a carrier and a collective; each carrier has a session of
-    its own. The context is the same on every rank, except for ``session`` and ``host``.
+    """The context of a system. There is one context for each carrier, which has a session of its own. The context is the same
+    on every rank, except for ``session`` and ``host``.
 
     ``host`` is the address at which other ranks reach this one. ``bytes_scale`` is the factor by which an EMULATED model's
     gradients were multiplied; sizes that are meant for the real model must be multiplied by it too. ``partition_bytes``,
-    ``credit_bytes`` and ``order`` are commsched's. ``message_seconds`` is the overhead of a partition with ``carrier`` and
-    ``collective``. ``clip`` and ``max_norm`` are as in ``loop.Loop``.
+    ``credit_bytes`` and ``order`` are commsched's. ``message_seconds`` is the overhead of a partition with ``carrier``.
+    ``clip`` and ``max_norm`` are as in ``loop.Loop``.
     """
 
     session: Session
@@ -51,7 +53,6 @@ class Context:
     workload: Workload
     host: str
     carrier: Carrier
-    collective: str
     bytes_scale: float
     partition_bytes: int
     credit_bytes: int
@@ -188,10 +189,9 @@ def _open(carrier: Carrier, number: int) -> Session:
         place["control"] = f"{host}:{int(port) + number}"
     if job.rendezvous is not None:
         place["rendezvous"] = f"{job.rendezvous}.{number}"
-    if carrier.transport != "ps":  # the job's servers are for other carriers
-        place |= {"servers": [], "lane": "tcp"}
-    given = {"transport": carrier.transport, "order": carrier.order, **place}
-    return open_session(detect_world(os.environ), Settings.load(given, os.environ))
+    without = {f"COMMSCHED_{name.upper()}" for name in without_effect(job, carrier.transport) if name != "security"}
+    environ = {name: value for name, value in os.environ.items() if name not in without}  # they are for the job's own carrier
+    return open_session(detect_world(os.environ), Settings.load({**asdict(carrier), **place}, environ))
 
 
 def timed_turn(

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=list_of(at_least(1)), default="8,64,512,4096", metavar="N,...", help=workers_help)
     servers_help = "numbers of separate servers, or n: as many as workers; 0: a shard on every rank (default: 0)"
     parser.add_argument("--servers", type=list_of(_servers), default="0", metavar="K,...", help=servers_help)
-    systems_help = f"{', '.join(_simulated_names())} (default: {_DEFAULT_SYSTEMS})"
+    systems_help = f"{', '.join(SYSTEMS)} (default: {_DEFAULT_SYSTEMS})"
     parser.add_argument("--systems", type=list_of(_system), default=_DEFAULT_SYSTEMS, metavar="NAME,...", help=systems_help)
     for name in ("partition", "credit"):
         size = or_auto(setting(parse_bytes))
@@ -210,13 +210,9 @@ def _servers(text: str) -> str:
     return text if text == "n" else str(at_least(0)(text))
 
 
-def _simulated_names() -> list[str]:
-    return [name for name, system in SYSTEMS.items() if system.simulated is not None]
-
-
 def _system(text: str) -> str:
-    if text not in _simulated_names():
-        raise argparse.ArgumentTypeError(f"{text!r} is no system; there are: {', '.join(_simulated_names())}")
+    if text not in SYSTEMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no system; there are: {', '.join(SYSTEMS)}")
     return text
 
 

@@ -61,13 +61,12 @@ def require(name: str) -> str:
 class SystemSpec:
     """The specification of one system in ``--systems``: a name (``commsched``), or a name with a transport
     (``commsched:gloo+rsag``). ``text`` is the specification, which is also the system's name. ``base`` is the file in
-    ``bench/systems``. ``carrier`` None means the carrier of the job. ``collective`` is as in ``Settings``.
+    ``bench/systems``. ``carrier`` None means the carrier of the job.
     """
 
     text: str
     base: str
     carrier: Carrier | None = None
-    collective: str = "all_reduce"
 
     def caps_itself(self, transport: str) -> bool:
         """Whether the system can limit its own rate if links are not shaped. ``transport`` is the job's transport."""
@@ -95,7 +94,8 @@ def parse(text: str) -> SystemSpec:
             raise ConfigError(f"systems: {text!r}: after the transport come +rsag, and +static or +agreed, each once at most")
         if transport not in users_of("collective" if word == "rsag" else "order"):
             raise ConfigError(f"systems: {text!r}: {transport} has no {word}, which is for collectives")
-    return SystemSpec(text, base, Carrier(transport, *orders), "rsag" if "rsag" in wanted else "all_reduce")
+    order = orders[0] if orders else "auto"
+    return SystemSpec(text, base, Carrier(transport, order, "rsag" if "rsag" in wanted else "all_reduce"))
 
 
 def carrier_of_job(specs: Sequence[SystemSpec], transport: str) -> Carrier:

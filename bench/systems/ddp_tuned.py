@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -11,7 +10,7 @@ from commsched.simulator.scenario import DDP_FIRST_BUCKET_MIB, Exchange
 
 from ..harness.measure import slowest
 from ..harness.simulated import BUCKET_SHARES, BucketRules
-from ..harness.system import Context, System, SystemInfo
+from ..harness.system import Context, System, SystemInfo, timed_turn
 
 #: Sizes to try at first. Smaller buckets are tried, down to ``MIN_SHARE``, as long as the smallest is the best.
 SHARES, MIN_SHARE = BUCKET_SHARES[:6], BUCKET_SHARES[-1]
@@ -60,15 +59,8 @@ def _trial(context: Context, arguments: dict[str, Any], words: str) -> Sequence[
     from ..harness.ddp import DdpSystem
 
     system = DdpSystem(context, arguments, words)
-    system.begin()
-    seconds = []
-    for step in range(SETTLE_STEPS + TRIAL_STEPS):
-        if step == SETTLE_STEPS:
-            context.session.gather("trial")
-        began = time.perf_counter()
-        system.update(system.forward(step))
-        seconds.append(time.perf_counter() - began)
-    return slowest(context.session.gather(seconds[SETTLE_STEPS:]))
+    seconds, _ = timed_turn(system, context.barrier, SETTLE_STEPS, TRIAL_STEPS, device=context.workload.device)
+    return slowest(context.session.gather(seconds))
 
 
 SYSTEM = SystemInfo(

@@ -20,7 +20,15 @@ from commsched import ConfigError
 from commsched.tuner.search_run import LONGER_AT_MOST
 from commsched.tuner.searchers import SEARCHERS
 
-from ..harness.arguments import add_options, at_least, check_settings, list_of, require_extra, require_named
+from ..harness.arguments import (
+    add_options,
+    at_least,
+    check_settings,
+    list_of,
+    new_directory,
+    require_extra,
+    require_named,
+)
 from ..harness.results import SCHEMA, write
 from ..turns import MIN_SETTLE_STEPS
 from .case import Case
@@ -105,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--live", action="store_true", help="also the tuner itself: a job for each searcher and seed")
     replay_help = "take the grids from FILE, which an earlier --json wrote, and measure nothing"
     parser.add_argument("--replay", type=Path, metavar="FILE", help=replay_help)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for regret.svg, the curves of the searches")
+    parser.add_argument("--out", type=new_directory, metavar="DIR", help="directory for regret.svg, the curves of the searches")
 
 
 def options_of(args: argparse.Namespace) -> TuneOptions:

@@ -12,6 +12,7 @@ from commsched import CommschedError, Session
 from commsched.settings import DEFAULT_BUDGET
 from commsched.tuner.job import journal_path
 from commsched.tuner.learn import PROFILE_TAKES
+from commsched.tuner.meter import LONGEST_WINDOW
 from commsched.tuner.online import SETTLE_STEPS, WARM_UP_STEPS
 from commsched.tuner.result import Verdict
 from commsched.tuner.search_run import LONGER_AT_MOST
@@ -32,9 +33,8 @@ _WINDOW_STEPS = 10
 _BEFOREHAND_STEPS = WARM_UP_STEPS + PROFILE_TAKES
 #: Most steps of tuning if steps vary little.
 STEADY_STEPS = _BEFOREHAND_STEPS + _MAX_WINDOWS * (SETTLE_STEPS + _WINDOW_STEPS)
-#: Most steps of tuning if steps vary much. Windows are then longer, and are full at the latest when as many steps were rejected
-#: as count.
-_MAX_STEPS = _BEFOREHAND_STEPS + _MAX_WINDOWS * (SETTLE_STEPS + 2 * LONGER_AT_MOST * _WINDOW_STEPS)
+#: Most steps of tuning if steps vary much. Windows are then longer, and have some steps more that do not count.
+_MAX_STEPS = _BEFOREHAND_STEPS + _MAX_WINDOWS * (SETTLE_STEPS + round(LONGEST_WINDOW * LONGER_AT_MOST * _WINDOW_STEPS))
 _START_SECONDS = 300.0
 _PATIENCE = 2.0
 

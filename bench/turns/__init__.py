@@ -218,8 +218,7 @@ def measure_rows(options: TrainOptions, world: World | None = None, show_progres
         if scaling is None
         else {"kind": "emulated", "profile": scaling.profile.to_record()},
         "systems": [spec.text for spec in specs],
-        "transport": own.transport,
-        "order": own.order,
+        "carrier": asdict(own),
         "settle": settle,
         **{key: getattr(options, key) for key in ("rounds", "steps")},
         "bytes_scale": 1.0 if scaling is None else scaling.bytes_scale,
@@ -313,8 +312,8 @@ def _chosen_transport(options: TrainOptions, links: Links, capped: bool, world: 
 def _settings(options: TrainOptions, own: Carrier) -> dict[str, str]:
     """The settings of the ranks' own session. The other sessions use them too, except for their carrier."""
     found = {"transport": own.transport, "partition": options.partition, "credit": options.credit}
-    if own.order != Carrier(own.transport).order:
-        found["order"] = own.order
+    plain = asdict(Carrier(own.transport))
+    found |= {name: value for name, value in asdict(own).items() if value != plain[name]}
     if options.flows != TrainOptions().flows:
         found["flows"] = str(options.flows)
     return found if options.lane is None else {**found, "lane": options.lane}

@@ -38,8 +38,8 @@ _SLOWED_STEPS = 3
 class Assignment:
     """The arguments of the ranks, as JSON. See ``turns.TrainOptions``.
 
-    ``workload`` is the argument of ``make_workload``. ``systems`` are specifications for ``bench.systems``. ``transport`` and
-    ``order`` belong to the ranks' own session. ``nominal_rates`` are the rates of each host's link in bytes per second, workers
+    ``workload`` is the argument of ``make_workload``. ``systems`` are specifications for ``bench.systems``. ``carrier`` is
+    that of the ranks' own session. ``nominal_rates`` are the rates of each host's link in bytes per second, workers
     before servers; None means that links are not shaped. ``capped`` says that the transport itself keeps to these rates.
     ``flow_rate`` is that of each connection, in bytes per second, on links that are shaped so.
     ``clip`` is as in ``loop.Loop``. ``launched`` says that a launcher has started the ranks: it decides on threads, and links
@@ -52,8 +52,7 @@ class Assignment:
     rounds: int
     steps: int
     settle: int
-    transport: str
-    order: str
+    carrier: dict[str, str]
     bytes_scale: float
     servers: int
     nominal_rates: list[float] | None
@@ -106,7 +105,7 @@ def rank_main(session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not task.launched:
         torch.set_num_threads(1)
     specs = [parse(text) for text in task.systems]
-    own = Carrier(task.transport, task.order)
+    own = Carrier(**task.carrier)
     with ExitStack() as stack:
         carriers = open_carriers(session, own, [spec.carrier for spec in specs if spec.carrier], stack)
         return _measure(task, specs, own, carriers)
@@ -126,10 +125,10 @@ def _measure(
     compute = ComputeOnly(session, barrier, workload)
     compute.measure(_LAYER_STEPS)
     slowdowns = _slowdowns(session, host, compute) if task.launched else None
-    on_commsched = {(spec.carrier or own, spec.collective) for spec in specs if SYSTEMS[spec.base].is_on_commsched}
+    on_commsched = {spec.carrier or own for spec in specs if SYSTEMS[spec.base].is_on_commsched}
     max_norm = session.gather(clipping_norm(workload, session.world_size))[0] if task.clip == "norm" else 0.0
     contexts = {}
-    for carrier, collective in dict.fromkeys((spec.carrier or own, spec.collective) for spec in specs):
+    for carrier in dict.fromkeys(spec.carrier or own for spec in specs):
         opened = carriers[carrier]
         context = Context(
             opened.session,
@@ -137,7 +136,6 @@ def _measure(
             trained,
             host,
             carrier,
-            collective,
             task.bytes_scale,
             partition_bytes=0,
             credit_bytes=0,
@@ -146,14 +144,15 @@ def _measure(
             max_norm=max_norm,
             _shared=opened.shared,
         )
-        if (carrier, collective) in on_commsched:
-            progress.say(f"choosing partition, credit and order over {carrier.transport}, and measuring the cost of a message")
+        if carrier in on_commsched:
+            over = f"{carrier.transport}{' by reduce-scatter and all-gather' if carrier.collective == 'rsag' else ''}"
+            progress.say(f"choosing partition, credit and order over {over}, and measuring the cost of a message")
             context = _with_sizes(context, network.message_bytes)
-        contexts[carrier, collective] = context
+        contexts[carrier] = context
     made = {}
     for spec in specs:
         progress.say(f"preparing {spec.text}")
-        made[spec.text] = make(spec.base, contexts[spec.carrier or own, spec.collective])
+        made[spec.text] = make(spec.base, contexts[spec.carrier or own])
     progress.say("training as it should be, without any system")
     loop = Loop(task.clip, max_norm, workload.device)
     layers, found = _take_turns(task, carriers[own], workload, compute, made, loop, progress)
@@ -187,7 +186,7 @@ def _slowdowns(session: Session, host: str, compute: ComputeOnly) -> list[float]
 def _with_sizes(context: Context, message_bytes: int) -> Context:
     """Let the sizes of ``context`` choose themselves, and measure the cost of a partition. Collective."""
     config = context.shared(chosen_sizes)  # once for each session: measuring the cost changes its configuration
-    seconds = measure_message_seconds(context.session, context.barrier, message_bytes, context.collective)
+    seconds = measure_message_seconds(context.session, context.barrier, message_bytes, context.carrier.collective)
     return replace(
         context,
         partition_bytes=config.partition_bytes,

@@ -248,8 +248,7 @@ def _rules(config: SchedulerConfig, question: Question) -> Rules:
 
 
 def _sizes(profile: Profile, question: Question, per_byte: float) -> list[SchedulerConfig]:
-    """The sizes that a job has before its first step, and those that it chooses for itself if its measurements are exact; over
-    the parameter server also the same partitions with credit for all shards."""
+    """The sizes that a job has before its first step, and those that it chooses for itself if its measurements are exact."""
     if question.sizes is not None:
         return [question.sizes]
     if profile.nbytes < MIN_TELLING_BYTES:
@@ -262,11 +261,10 @@ def _sizes(profile: Profile, question: Question, per_byte: float) -> list[Schedu
     model = Model(profile, link, workers, servers=servers, ordered=ordered, anchor_bytes=starts[0].partition_bytes)
     space = Space(first, profile.nbytes, largest_ratio=max_ratio(workers, servers, ordered))
     shards = 1 if ordered else servers or workers
-    best = best_sizes(model.predict, space, [first, *starts], ordered, count=partition_count(profile.manifest, shards))
-    if ordered:
-        return [first, best]
-    credits = (best.credit_bytes, *(lanes * best.partition_bytes for lanes in (shards + 1, 2 * shards)))
-    return [first, *(replace(best, credit_bytes=min(credit, max(best.credit_bytes, profile.nbytes))) for credit in credits)]
+    return [
+        first,
+        best_sizes(model.predict, space, [first, *starts], ordered, count=partition_count(profile.manifest, shards)),
+    ]
 
 
 def _cluster(question: Question, servers: int, message_seconds: float) -> Cluster:

@@ -1,10 +1,10 @@
-"""The least time of one training iteration on a given network, and the times of the usual orders of sending. Pure.
+"""The least time of one training iteration on a given network, and the time of sending as backward produces. Pure.
 
 The model: backward starts at time 0 and goes from the last layer to the first. Layer ``h``'s gradient exists when
 ``backward_seconds[h:]`` have passed. One network resource averages it in ``comm_seconds[h]``. The next forward goes from the
 first layer to the last, and each layer waits for its own average. Compute is serial. Partitions are infinitely small and have
-no overhead; ``partitioned_bound`` and ``window_bound`` are for the partitions of a real cut. In a loop for which
-``clipped_bound`` is, every update needs a norm of all averages.
+no overhead; ``partitioned_bound`` is for the partitions of a real cut. In a loop for which ``clipped_bound`` is, every update
+needs a norm of all averages.
 
 In every function index 0 is the layer at the input side, the sequences have one item per layer, and times are seconds.
 ``comm_seconds[h]`` is ``bytes_factor(...) * bytes of layer h / bytes per second of a NIC``; that factor is in
@@ -58,7 +58,7 @@ def clipped_bound(
 
         max(Tf + Tb, max_{k <= h}(b_h + .. + b_L + a_1 + .. + a_h + g_1 + .. + g_k + f_k + .. + f_L))
 
-    A loop that sends no second half before the last first half (:func:`dear`) is slower if the link has time to spare in
+    A loop that sends no second half before the last first half (DeAR) is slower if the link has time to spare in
     backward. With equal layers and ``Tb >= Tf`` this bound is ``T*``: the norm costs nothing.
 
     Args:
@@ -96,57 +96,6 @@ def wfbp(forward_seconds: Sequence[float], backward_seconds: Sequence[float], co
     return max((r + c for r, c in zip(ready, sent)), default=0) + sum(forward_seconds)
 
 
-def bucketed_wfbp(
-    forward_seconds: Sequence[float],
-    backward_seconds: Sequence[float],
-    buckets: Sequence[tuple[int, float]],
-    overhead_seconds: float = 0.0,
-) -> float:
-    """WFBP with several layers sent as one bucket, as in DDP and Horovod: ``E_k = max(E_k-1, ready_k) + overhead + comm_k``.
-
-    Args:
-        buckets: front-most layer and communication seconds of each bucket, in the order of sending. A bucket is ready with the
-            gradient of its front-most layer, which backward produces last.
-        overhead_seconds: overhead of each bucket, besides its bytes.
-
-    Raises:
-        ValueError: the sequences differ in length, a time is negative, or a layer is not there.
-    """
-    _check(forward_seconds, backward_seconds, [0.0] * len(forward_seconds))
-    _check_partitions(len(forward_seconds), buckets, overhead_seconds)
-    ready = _suffix_sums(backward_seconds)
-    ended = sum(backward_seconds)  # the forward waits for backward, even if nothing is sent
-    link = 0.0
-    for front, seconds in buckets:
-        link = max(link, ready[front]) + overhead_seconds + seconds
-    return max(ended, link) + sum(forward_seconds)
-
-
-def dear(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> float:
-    """DeAR: reduce-scatter in backward order; after all of it, all-gather in forward order. Each takes half the time.
-
-    ``max_h(r_h + RS_1 + .. + RS_h) + max_h(AG_1 + .. + AG_h + q_h)`` (L. Zhang et al., "DeAR", ICDCS 2023, without fusion).
-
-    Raises:
-        ValueError: the sequences differ in length, or a time is negative.
-    """
-    _check(forward_seconds, backward_seconds, comm_seconds)
-    sent = [seconds / 2 for seconds in accumulate(comm_seconds)]
-    ready, tail = _suffix_sums(backward_seconds), _suffix_sums(forward_seconds)
-    scattered = max((r + c for r, c in zip(ready, sent)), default=0.0)
-    return scattered + max((c + q for c, q in zip(sent, tail)), default=0.0)
-
-
-def serial(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> float:
-    """No overlap: all of backward, then all communication, then all of forward.
-
-    Raises:
-        ValueError: the sequences differ in length, or a time is negative.
-    """
-    _check(forward_seconds, backward_seconds, comm_seconds)
-    return sum(backward_seconds) + sum(comm_seconds) + sum(forward_seconds)
-
-
 def partitioned_bound(
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
@@ -177,38 +126,6 @@ def partitioned_bound(
     latest_summed = list(accumulate(reversed(summed), max))[::-1]  # the maximum over this partition and those behind it
     paths = (m + (1 - first_share) * c + tail[front] for (front, _), c, m in zip(partitions, sent, latest_summed))
     return max([sum(forward_seconds) + sum(backward_seconds), *paths])
-
-
-def window_bound(
-    forward_seconds: Sequence[float],
-    backward_seconds: Sequence[float],
-    partitions: Sequence[tuple[int, float]],
-    window_seconds: float,
-    overhead_seconds: float = 0.0,
-) -> float:
-    """The greatest time of priority order on one resource if committed partitions cannot be recalled.
-
-    ``T <= T*(c') + phi W / B + N_W overhead``. Consider the last moment before the critical partition at which the link was
-    idle or ended a less urgent message. That message was committed while nothing critical was ready. Only the ``W`` bytes in
-    ``N_W`` messages that were committed then can precede the critical ones.
-
-    Args:
-        partitions, overhead_seconds: as for :func:`partitioned_bound`.
-        window_seconds: the credit in seconds of communication, ``phi W / B``; the largest partition counts instead if it takes
-            longer.
-
-    Raises:
-        ValueError: the sequences differ in length, a time is negative, or a layer is not there.
-    """
-    best = partitioned_bound(forward_seconds, backward_seconds, partitions, overhead_seconds)
-    if window_seconds < 0:
-        raise ValueError("a time is negative")
-    if not partitions:
-        return best
-    window = max(window_seconds, *(seconds for _, seconds in partitions))
-    smallest_first = accumulate(sorted(seconds for _, seconds in partitions))
-    messages = max(1, sum(total <= window * (1 + 1e-12) for total in smallest_first))
-    return best + window + messages * overhead_seconds
 
 
 def _paths(forward_seconds: Sequence[float], backward_seconds: Sequence[float], comm_seconds: Sequence[float]) -> list[float]:

@@ -61,11 +61,12 @@ def seeds(
     Partitions have ``delta`` bytes and an overhead of ``theta`` seconds each. The overhead on the critical bytes ``S`` is
     ``S / delta * theta``. ``m`` partitions are already committed when an urgent one arrives, which costs ``m * delta * c``;
     ``c`` is seconds per byte of gradient. These two terms are the part that depends on ``delta`` in the bound
-    ``T*(with theta) + W * c + N_W * theta`` on the step time in priority order with a window of ``W`` bytes in ``N_W`` messages
-    (``window_bound`` in ``simulator/lower_bound.py``). Their sum is least at ``delta* = sqrt(theta * S / (m * c))``, as long as
-    the same bytes remain critical. Often they do not, because overhead alone can make more layers critical. The minimum is
-    therefore searched among sizes. A credit of two partitions keeps a link busy if messages travel for less time than a
-    partition takes. ``m`` is the number of partitions in the credit, plus one that a parameter server passes on.
+    ``T*(with theta) + W * c + N_W * theta`` on the step time in priority order with a window of ``W`` bytes in ``N_W``
+    messages: only those that were committed while nothing critical was ready can precede the critical bytes. Their sum is least
+    at ``delta* = sqrt(theta * S / (m * c))``, as long as the same bytes remain critical. Often they do not, because overhead
+    alone can make more layers critical. The minimum is therefore searched among sizes. A credit of two partitions keeps a link
+    busy if messages travel for less time than a partition takes. ``m`` is the number of partitions in the credit, plus one that
+    a parameter server passes on.
 
     The first seed has credit for two partitions on the way to each shard, or for eight to each separate server. These
     partitions share a link and do not wait for each other. With collectives the first seed has credit for four partitions. The

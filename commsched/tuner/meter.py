@@ -23,6 +23,9 @@ DISTURBED = 2.0
 #: configuration makes single steps slow, or training does something else at every fifth step.
 MAX_DISTURBED = 0.1
 
+#: A window has at most so many times the intervals that count: 1 / (1 - MAX_DISTURBED), and one more interval.
+LONGEST_WINDOW = 1.12
+
 #: A group without a step during this many steps of the others has probably ended.
 _IDLE_STEPS = 500
 
@@ -72,7 +75,7 @@ def summary(intervals: list[float], steps: int) -> dict[str, Any] | None:
 
     The step time is the median of the undisturbed intervals, if the share of disturbed ones is at most :data:`MAX_DISTURBED`;
     this takes ``steps`` undisturbed intervals. Otherwise no interval is left out and the step time is the mean, in which slow
-    steps count with their full cost. There is a result after ``1.12 * steps`` intervals at the latest.
+    steps count with their full cost. There is a result after :data:`LONGEST_WINDOW` times ``steps`` intervals at the latest.
     """
     if len(intervals) < steps:
         return None

@@ -10,18 +10,10 @@ from commsched.core.policies import policy_names
 from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import Exchange, Rules, equal_workers, simulate
 from commsched.simulator.collectives import hops
-from commsched.simulator.lower_bound import (
-    bucketed_wfbp,
-    clipped_bound,
-    dear,
-    lower_bound,
-    partitioned_bound,
-    serial,
-    wfbp,
-    window_bound,
-)
+from commsched.simulator.lower_bound import clipped_bound, lower_bound, partitioned_bound, wfbp
 from commsched.simulator.profile import ITEMSIZE
 
+from .closed_forms import bucketed_wfbp, dear, serial, window_bound
 from .models import RATE, model, models, times
 
 

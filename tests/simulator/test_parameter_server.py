@@ -11,10 +11,11 @@ from bench.harness.network_load import least_loads
 from commsched.core.policies import policy_names
 from commsched.core.scheduler import SchedulerConfig
 from commsched.simulator import Cluster, Rules, WorkerClass, equal_workers, simulate
-from commsched.simulator.lower_bound import clipped_bound, lower_bound, window_bound
+from commsched.simulator.lower_bound import clipped_bound, lower_bound
 from commsched.simulator.profile import ITEMSIZE
 from commsched.simulator.scenario import bytes_factor
 
+from .closed_forms import window_bound
 from .models import RATE, model, models, times
 
 

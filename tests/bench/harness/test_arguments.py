@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from bench.harness.arguments import TRANSPORT_OPTIONS, add_options, transport_columns
+from bench.harness import arguments
+from bench.harness.arguments import TRANSPORT_OPTIONS, add_options, new_directory, new_file, transport_columns
 
 
 def parse(*argv: str, **defaults: object) -> argparse.Namespace:
@@ -54,3 +57,23 @@ def test_the_help_says_the_default() -> None:
 def test_only_the_parameter_server_has_a_lane() -> None:
     assert transport_columns(parse(**TRANSPORT_OPTIONS)) == TRANSPORT_OPTIONS
     assert transport_columns(parse("--transport", "gloo", **TRANSPORT_OPTIONS))["lane"] is None
+
+
+def test_results_that_could_not_be_kept_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(kind: Callable[[str], Path], path: Path) -> str:
+        with pytest.raises(argparse.ArgumentTypeError) as told:
+            kind(str(path))
+        return str(told.value)
+
+    there = tmp_path / "there.json"
+    there.write_text("{}")
+    assert new_file(str(there)) == there
+    assert new_directory(str(tmp_path / "new" / "newer")) == tmp_path / "new" / "newer"
+    assert new_directory("new") == Path("new")
+    assert not (tmp_path / "new").exists()
+    assert refused(new_directory, there) == f"'{there}' is no directory"
+    assert refused(new_directory, there / "new") == f"'{there}' is no directory"
+    monkeypatch.setattr(arguments.os, "access", lambda path, mode: path != tmp_path)
+    for kind, path in ((new_file, there), (new_file, tmp_path / "new.json"), (new_directory, tmp_path / "new")):
+        assert refused(kind, path) == f"nothing may be written to '{tmp_path}'"
+    assert new_file("/dev/stdout") == Path("/dev/stdout")

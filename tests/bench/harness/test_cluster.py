@@ -227,8 +227,27 @@ def test_a_command_that_fails_on_a_host_is_named():
 
 @pytest.mark.parametrize("hosts", [[], ["a", "a"]])
 def test_impossible_hosts_are_refused(hosts):
-    with pytest.raises(ValueError, match="1 to 250 hosts with different names"):
+    with pytest.raises(ValueError, match="hosts with different names"):
         Cluster(hosts, None)
+
+
+def test_too_many_hosts_are_refused():
+    with pytest.raises(ConfigError, match=r"^251 hosts with links of their own are more than 250$"):
+        Cluster([f"worker{number}" for number in range(251)], None)
+
+
+def test_a_process_that_has_ended_does_not_keep_the_others_alive(monkeypatch):
+    killed = []
+
+    def kill(pid, signal_number):
+        killed.append(pid)
+        if pid == 1001:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(cluster_module, "_ip", lambda *words: "1001\n1002\n1003\n" if words[1] == "pids" else "")
+    monkeypatch.setattr(cluster_module.os, "kill", kill)
+    cluster_module._remove("commsched-bench-1-1-1-bridge")
+    assert killed == [1001, 1002, 1003]
 
 
 def test_a_wrong_rate_is_refused():

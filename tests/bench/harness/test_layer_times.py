@@ -118,6 +118,27 @@ def test_a_gradient_that_comes_early_takes_no_time() -> None:
     assert times.backward_seconds == [0, 1, 2]
 
 
+def test_noise_that_hits_another_layer_in_each_step_counts() -> None:
+    class Noisy(Ticks):
+        """One layer of each step takes 10 s and not 1, in forward and in backward."""
+
+        calls = 0
+
+        def now(self) -> float:
+            step, place = divmod(self.calls, 8)  # three layers, forward's end, three gradients, backward's end
+            self.calls += 1
+            self.time += 9 * (place in (1 + step, 4 + step))
+            return super().now()
+
+    clock, model = Noisy(), nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    timer = LayerTimer(model, clock)
+    for _ in range(3):
+        step(timer, clock, model(torch.ones(1, 2)).sum())
+    times = timer.result(0)
+    assert times.forward_seconds == pytest.approx([4, 4, 4])  # the sums are 12, each layer's median is 1
+    assert times.backward_seconds == pytest.approx([4, 4, 4])
+
+
 def test_frozen_parameters_make_no_layer() -> None:
     clock, model = Ticks(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].requires_grad_(False)

@@ -1,5 +1,6 @@
 import json
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -53,9 +54,25 @@ def test_neither_a_link_nor_what_is_no_file_is_replaced(tmp_path):
 
 
 def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
+    monkeypatch.setattr(results, "_ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert results.environment()["commit"] is None
+
+
+def test_files_of_python_that_are_new_count_as_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "_ROOT", tmp_path)
+    monkeypatch.setattr(results, "INSTALLED", False)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "first"], check=True)
+    seen = [results.commit()]
+    for text in ("a = 1", "a = 2"):
+        (tmp_path / "system.py").write_text(text)
+        (tmp_path / "results.json").write_text(text)
+        seen.append(results.commit())
+    assert "+" not in seen[0]
+    assert all(each.startswith(f"{seen[0]}+") for each in seen[1:])
+    assert seen[1] != seen[2]
 
 
 def test_table_aligns_and_marks_what_is_missing():

@@ -20,11 +20,15 @@ def rank_main(session, arguments):
             buffer[:] = opened.session.rank
             average(group)
             opened.barrier.wait()
-            found.append([carrier.transport, opened.session is session, float(buffer.min()), float(buffer.max())])
+            carried = [carrier.transport, opened.session.core.config.collective]
+            found.append([*carried, opened.session is session, float(buffer.min()), float(buffer.max())])
     assert [opened.session.closed for opened in carriers.values()] == [False] + [True] * len(others)
     return found
 
 
 def test_each_way_has_a_session_of_its_own():
-    found = run_job(Job(2, timeout_seconds=300), __name__, {"carriers": [["ps"], ["gloo"], ["gloo", "static"]]}).by_rank
-    assert found == [[["ps", True, 0.5, 0.5], ["gloo", False, 0.5, 0.5], ["gloo", False, 0.5, 0.5]]] * 2
+    """Settings of the job that have no effect with a carrier are not for it."""
+    carriers = [["ps"], ["gloo"], ["gloo", "static"], ["gloo", "auto", "rsag"]]
+    found = run_job(Job(2, timeout_seconds=300, settings={"flows": "2"}), __name__, {"carriers": carriers}).by_rank
+    collectives = ["all_reduce", "all_reduce", "all_reduce", "rsag"]
+    assert found == [[[way[0], how, way == ["ps"], 0.5, 0.5] for way, how in zip(carriers, collectives)]] * 2

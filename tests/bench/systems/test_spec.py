@@ -8,23 +8,23 @@ from commsched.core.errors import ConfigError
 
 def test_a_name_by_itself_travels_as_the_job_does():
     assert parse("ddp-tuned") == SystemSpec("ddp-tuned", "ddp-tuned")
-    assert parse("fifo") == SystemSpec("fifo", "fifo", None, "all_reduce")
+    assert parse("fifo") == SystemSpec("fifo", "fifo", None)
 
 
 @pytest.mark.parametrize(
-    ("text", "base", "carrier", "collective"),
+    ("text", "base", "carrier"),
     [
-        ("commsched:ps", "commsched", Carrier("ps"), "all_reduce"),
-        ("fifo:gloo", "fifo", Carrier("gloo"), "all_reduce"),
-        ("commsched:gloo+rsag", "commsched", Carrier("gloo"), "rsag"),
-        ("commsched:gloo+static", "commsched", Carrier("gloo", "static"), "all_reduce"),
-        ("commsched:gloo+agreed", "commsched", Carrier("gloo", "agreed"), "all_reduce"),
-        ("fifo:gloo+rsag", "fifo", Carrier("gloo"), "rsag"),
-        ("p3:gloo+static+rsag", "p3", Carrier("gloo", "static"), "rsag"),
+        ("commsched:ps", "commsched", Carrier("ps")),
+        ("fifo:gloo", "fifo", Carrier("gloo")),
+        ("commsched:gloo+rsag", "commsched", Carrier("gloo", "auto", "rsag")),
+        ("commsched:gloo+static", "commsched", Carrier("gloo", "static")),
+        ("commsched:gloo+agreed", "commsched", Carrier("gloo", "agreed")),
+        ("fifo:gloo+rsag", "fifo", Carrier("gloo", "auto", "rsag")),
+        ("p3:gloo+static+rsag", "p3", Carrier("gloo", "static", "rsag")),
     ],
 )
-def test_what_follows_the_name(text, base, carrier, collective):
-    assert parse(text) == SystemSpec(text, base, carrier, collective)
+def test_what_follows_the_name(text, base, carrier):
+    assert parse(text) == SystemSpec(text, base, carrier)
 
 
 @pytest.mark.parametrize(

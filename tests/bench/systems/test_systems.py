@@ -65,7 +65,7 @@ def test_one_more_file_is_one_more_system(tmp_path, monkeypatch):
     finally:
         sys.modules.pop("bench.systems.newest_one")
     assert "newest-one" in systems.names()
-    assert systems.parse("newest-one:gloo+rsag").collective == "rsag"
+    assert systems.parse("newest-one:gloo+rsag").carrier == Carrier("gloo", "auto", "rsag")
     assert systems.make("newest-one", "its context") == "its context"
     parser = argparse.ArgumentParser()
     simulate.add_arguments(parser)
@@ -193,8 +193,7 @@ def asked(name, collective="all_reduce", bytes_scale=1.0, loop=Loop):
     context = SimpleNamespace(
         session=SimpleNamespace(core=SimpleNamespace(config=SchedulerConfig(1, 2, "fifo", 3))),
         barrier=calls,
-        carrier=Carrier("ps"),
-        collective=collective,
+        carrier=Carrier("ps", collective=collective),
         bytes_scale=bytes_scale,
         partition_bytes=4_000,
         credit_bytes=24_000,
