@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -110,6 +111,7 @@ def refuse_wrapping(ours: Container[int]) -> None:
     ``ours`` may change. The check applies to the whole process, and costs time only when a module is registered in another.
     """
 
+    @_disable_dynamo
     def refuse(wrapper: torch.nn.Module, _: str, module: Any) -> None:
         if isinstance(wrapper, _wrappers()) and any(id(parameter) in ours for parameter in module.parameters()):
             raise UnsupportedError(

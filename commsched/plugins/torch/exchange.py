@@ -650,7 +650,7 @@ class GradientExchange:
                 raise UnsupportedError(
                     f"the gradient of '{slot.name}' is read within backward: its average cannot be there yet. A hook that "
                     "edits or logs gradients: register it before the optimizer is wrapped, or read gradients after backward, "
-                    "as a signal handler must"
+                    "as a signal handler must. Compiled Autograd reads them so: go without it"
                 )
             task, thread = self._running
             if task != -1 and thread != threading.get_ident():

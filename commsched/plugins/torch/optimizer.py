@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from time import monotonic
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._compile import _disable_dynamo
@@ -56,6 +57,8 @@ log = logging.getLogger("commsched")
 
 #: In so many steps in a row the compiler may find updates outstanding. After that it must be because of them that it compiles.
 COMPILED_IN_STEPS = 6
+
+_taking_part: WeakKeyDictionary[commsched.Session, WeakSet[ScheduledOptimizer]] = WeakKeyDictionary()
 
 
 class ScheduledOptimizer(Optimizer):
@@ -149,6 +152,7 @@ class ScheduledOptimizer(Optimizer):
             self._state_hooks = [
                 optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+                optimizer.register_load_state_dict_post_hook(lambda _: self._own_state()),
             ]
 
     def _take_part(self, session: commsched.Session) -> GradientExchange:
@@ -157,6 +161,7 @@ class ScheduledOptimizer(Optimizer):
         slots = _make_slots(optimizer.param_groups, model)
         self._look_for_shared_memory(slots)
         self._look_for_repeated_parameters()
+        self._own_state()
         self._note_parameters()
         self._compared: set[str] = set()  # keys of the hyper-parameters that are compared
         end_abandoned(session)
@@ -167,6 +172,7 @@ class ScheduledOptimizer(Optimizer):
         broadcast_optimizer(session, optimizer, None if is_first else session.root)
         self._compared |= compared_keys(optimizer, optimizer.param_groups)
         exchange.places.record_first_use()
+        _taking_part.setdefault(session, WeakSet()).add(self)
         self._steps = 0
         self._make_comparison()
         return exchange
@@ -337,11 +343,24 @@ class ScheduledOptimizer(Optimizer):
                 {**dict(self._model.named_parameters()), **dict(self._model.named_buffers()), **named},
                 {id(slot.parameter) for slot in slots},
             )
+            self._views = _sharing_versions(slots)
         if overlap is not None:
             self._per_parameter = False  # the user's optimizer determines the order of the updates
             self._step_must_wait(f"'{overlap[0]}' and '{overlap[1]}' lie in the same memory")
         elif public is not None:
             self._step_must_wait(f"other processes may read '{public}', which lies in shared memory")
+
+    def _own_state(self) -> None:
+        """Copy what is in the memory of another ScheduledOptimizer's state, whose updates come at other times on other ranks:
+        ``load_state_dict()`` of torch keeps the tensors that it is given."""
+        ours = _memory_of_state(self.optimizer)
+        for other in list(_taking_part.get(self._session, ())) if ours else []:
+            if other is self or other._exchange is None or ours.keys().isdisjoint(_memory_of_state(other.optimizer)):
+                continue
+            other.synchronize()
+            for address in ours.keys() & _memory_of_state(other.optimizer).keys():
+                for state, key in ours[address]:
+                    state[key] = state[key].clone()
 
     def _look_for_repeated_parameters(self) -> None:
         """Make ``step()`` wait if a group has a parameter twice, which torch then updates twice."""
@@ -527,7 +546,7 @@ class ScheduledOptimizer(Optimizer):
                 batch, used = left, [slot for slot in used if slot in left]
             try:
                 if batch:
-                    with exchange.places.device.updating():
+                    with exchange.places.device.updating(), self._no_foreign_writes(used):
                         self._update(used)
                         for slot in batch:
                             if slot.zero_later:
@@ -556,12 +575,21 @@ class ScheduledOptimizer(Optimizer):
             if twin.plain._version != twin.version and slot.flag in self._pending:
                 raise UnsupportedError(
                     f"'{slot.name}' was written to after step(), while its update was outstanding, through an earlier "
-                    "tensor that shares its memory (of state_dict() or detach(), say): call optimizer.synchronize() before "
-                    "writing, or state_dict() after step()"
+                    "tensor that shares its memory (of state_dict() or detach(), or one of which it is a part): call "
+                    "optimizer.synchronize() before writing, or state_dict() after step()"
                 )
         if self._undo is not None:
             exchange.places.device.order()
             self._undo.before_update([slot.parameter for slot in used])  # out of memory, say
+
+    @contextmanager
+    def _no_foreign_writes(self, slots: Sequence[Slot]) -> Iterator[None]:
+        """Updates of ``slots`` count as no writes to parameters that are parts of the same tensor, and share its version."""
+        parts = {each.flag: each for slot in slots for each in self._views.get(slot.flag, ()) if each.flag in self._pending}
+        before = [each.twin.plain._version for each in parts.values()]
+        yield
+        for each, version in zip(parts.values(), before):
+            each.twin.version += each.twin.plain._version - version
 
     def _copy_while_waiting(self, exchange: GradientExchange, needed: Slot) -> None:
         """In an elastic job, copy what outstanding updates will replace, while the average of ``needed`` is on its way."""
@@ -628,6 +656,11 @@ class ScheduledOptimizer(Optimizer):
         if [len(group) for group in groups] != [len(known) for known in self._parameters] or not all(
             all(map(operator.is_, group, known)) for group, known in zip(groups, self._parameters)
         ):
+            if {id(each) for group in groups for each in group} < {id(each) for known in self._parameters for each in known}:
+                raise UnsupportedError(
+                    "parameters were removed from param_groups, but are still averaged: freeze them (requires_grad_(False)) "
+                    "and leave the groups as they are, or make another ScheduledOptimizer, on all ranks"
+                )
             raise UnsupportedError(
                 "the parameters in param_groups were replaced, so new ones would not be averaged; add them by "
                 "add_param_group() of the ScheduledOptimizer"
@@ -732,6 +765,26 @@ class ScheduledOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"Scheduled{self.optimizer!r}"
+
+
+def _memory_of_state(optimizer: torch.optim.Optimizer) -> dict[int, list[tuple[dict[Any, Any], Any]]]:
+    """Where the tensors of the optimizer's state are, by their addresses: dictionaries and keys."""
+    found: dict[int, list[tuple[dict[Any, Any], Any]]] = {}
+    for state in optimizer.state.values():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if type(value) is torch.Tensor and value.layout is torch.strided and value.data_ptr() != 0:
+                found.setdefault(value.data_ptr(), []).append((state, key))
+    return found
+
+
+def _sharing_versions(slots: Sequence[Slot]) -> dict[int, list[Slot]]:
+    """By flag, for each parameter that may be a part of one tensor together with others: all of those. Whoever writes to one
+    of them changes the version of all."""
+    by_memory: dict[int, list[Slot]] = {}
+    for slot in slots:
+        if slot.parameter.layout is torch.strided and slot.parameter.numel() > 0 and slot.parameter.data_ptr() != 0:
+            by_memory.setdefault(slot.parameter.untyped_storage().data_ptr(), []).append(slot)
+    return {slot.flag: parts for parts in by_memory.values() if len(parts) > 1 for slot in parts}
 
 
 def _make_slots(param_groups: list[dict[str, Any]], model: torch.nn.Module, first: int = 0) -> list[Slot]:

@@ -271,9 +271,9 @@ def step_some(
         kind = index, by_list, is_sparse, has_own_class, is_first
         by_group.setdefault(kind, []).append(tensor)
         parameter_of[id(tensor)] = slot.parameter
+    kinds = sorted(by_group)
     groups = [
-        {**hyper_parameters[index], "params": chosen, **({"foreach": True} if by_list else {})}
-        for (index, by_list, *_), chosen in sorted(by_group.items())
+        {**hyper_parameters[kind[0]], "params": by_group[kind], **({"foreach": True} if kind[1] else {})} for kind in kinds
     ]
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _ITS_OWN}
     copied: Any = object.__new__(type(optimizer))
@@ -283,10 +283,31 @@ def step_some(
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(slots[0].device.type, enabled=False):
             copied.step()
+        if not is_of_torch(optimizer):
+            _require_kept(groups, [hyper_parameters[kind[0]] for kind in kinds])
     finally:
         for name, value in vars(copied).items():
             if name not in _ITS_OWN and (name not in attributes or attributes[name] is not value):
                 setattr(optimizer, name, value)  # step() has changed it: a counter, say
+
+
+def _require_kept(groups: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UnsupportedError if ``step()`` has changed a value in one of ``groups``, which were made from ``given``: it is one
+    of all parameters, and the change would be lost."""
+    for group, before in zip(groups, given):
+        for key, value in group.items():
+            if key != "params" and value is not before.get(key) and not _is_same(value, before.get(key)):
+                raise UnsupportedError(
+                    f"the optimizer's step() has changed '{key}' in param_groups, which is common to all parameters: "
+                    "per_parameter=True cannot be used with it"
+                )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    try:
+        return bool(value == other)
+    except (RuntimeError, ValueError):  # arrays have no single answer
+        return False
 
 
 class _StateOfTwins(MutableMapping[Any, Any]):

@@ -14,7 +14,7 @@ from torch import nn
 import commsched
 from commsched import SchedulerConfig
 
-from .loops.loop import LARGE, SMALL, Data, batch, require_plain, run, sgd, train
+from .loops.loop import LARGE, SMALL, Data, batch, mlp, require_plain, run, sgd, train
 
 CONFIGS = pytest.mark.parametrize(("config", "ordered"), [(SMALL, False), (LARGE, True)], ids=["cut", "merged, ordered"])
 
@@ -33,6 +33,34 @@ def test_two_optimizers_of_one_model(config: SchedulerConfig, ordered: bool) -> 
         return second.state_dict()
 
     require_plain(loop, optimizer=lambda model: sgd(model[0]), config=config, ordered=ordered)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_trials_that_begin_with_the_state_of_one_checkpoint(wrapped_first: bool) -> None:
+    """torch keeps the tensors that load_state_dict() is given: the first trial's last updates would come in the second."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> Any:
+        train(data, model, optimizer, 2)
+        checkpoint = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        trials = []
+        for rate in (0.01, 0.001):
+            another = mlp()
+            another.load_state_dict(checkpoint["model"])
+            its_own: Any = torch.optim.Adam(another.parameters(), lr=rate)
+            if wrapped_first:
+                its_own = data.scheduled(its_own, another)
+            its_own.load_state_dict(checkpoint["optimizer"])
+            if not wrapped_first:
+                its_own = data.scheduled(its_own, another)
+            train(data, another, its_own)
+            trials.append(another)
+        return [parameter.detach().clone() for each in trials for parameter in each.parameters()]
+
+    require_plain(loop, optimizer=adam)
 
 
 class Own(torch.optim.SGD):

@@ -64,6 +64,47 @@ def test_memory_that_processes_cannot_share_is_not_looked_at() -> None:
     assert is_public(strided.share_memory_())
 
 
+class Parts(nn.Module):
+    """Its parameters are parts of one tensor, as when a fused weight is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.whole = [torch.randn(12, 4, dtype=torch.float64)]  # in a list: it is no part of the model
+        for linear, part in zip((self.q, self.k, self.v), self.whole[0].chunk(3)):
+            linear.weight = nn.Parameter(part)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.q(inputs) @ self.k(inputs).T).softmax(-1) @ self.v(inputs)
+        return out
+
+
+def test_parameters_that_are_parts_of_one_tensor() -> None:
+    """An update of one changes the version of all, which is no writing by the user."""
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(6):
+            optimizer.zero_grad()
+            data.loss(model, step).backward()
+            optimizer.step()
+            for name in ("v", "q", "k")[step % 3 :]:  # each by itself, while the others are outstanding
+                getattr(model, name).weight.sum().item()
+
+    require_plain(loop, model=Parts)
+
+
+def test_writing_to_the_tensor_of_which_they_are_parts_is_refused_by_name() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, 2)
+        model.whole[0].mul_(0.5)
+        train(data, model, optimizer, 1, 2)
+
+    with pytest.raises(
+        commsched.CommschedError, match=r"'q.weight' was written to after step\(\).* or one of which it is a part"
+    ):
+        run(loop, model=Parts)
+
+
 @pytest.mark.parametrize("write", WRITERS)
 def test_an_earlier_state_dict_as_a_target_is_refused_by_name(write: Callable[[Any], None]) -> None:
     def loop(data: Data, model: nn.Module, optimizer: Any) -> None:

@@ -160,3 +160,16 @@ def test_a_parameter_of_another_shape_is_named_until_it_has_another_optimizer(ro
         run(loop)
     new = True
     require_plain_training(loop)
+
+
+def test_a_group_that_is_removed() -> None:
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        train(data, model, optimizer, 1)
+        del optimizer.param_groups[0]
+        train(data, model, optimizer, 1, 1)
+
+    def groups(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
+
+    with pytest.raises(commsched.CommschedError, match=r"were removed from param_groups.*freeze them"):
+        run(loop, optimizer=groups)

@@ -102,6 +102,28 @@ def test_other_memory_that_it_gives_to_a_gradient_is_not_that_of_the_next(zeroin
     require_plain(loop, optimizer=lambda model: Moves(model.parameters(), lr=0.1))
 
 
+class Counts(optim.SGD):
+    """Its counter is one of all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["k"])
+
+
+def test_a_counter_of_all_parameters_is_refused_per_parameter() -> None:
+    def counts(model: nn.Module) -> optim.Optimizer:
+        return Counts(model.parameters(), lr=0.1)
+
+    require_plain(train, optimizer=counts)
+    with pytest.raises(
+        commsched.CommschedError, match=r"step\(\) has changed 'k' in param_groups.*per_parameter=True cannot be used"
+    ):
+        run(_train_per_parameter, optimizer=counts)
+
+
 class Rebinds(optim.SGD):
     def new_data(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter.data - 0.1 * parameter.grad
