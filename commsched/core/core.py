@@ -756,7 +756,7 @@ class Core:
 
     def _look_at_waits(self) -> None:
         """Wake threads that wait if the order of launches may have ended their wait: tasks can never complete, which
-        :meth:`_raise_if_deadlocked` raises, or need not be drained. Called with the lock held."""
+        ends the job (:meth:`_fail_if_deadlocked`), or need not be drained. Called with the lock held."""
         if not self._waits or self._agreement is None:
             return
         if self._draining or self._agreement.deadlock_error() is not None:
@@ -964,7 +964,7 @@ class Core:
     def _wait(self, condition: Callable[[], bool], wait: Callable[[], Wait], began: float, drains: bool) -> None:
         warned = 0.0  # seconds of waiting at the last warning
         while not condition():
-            self._raise_if_deadlocked(drains)
+            self._fail_if_deadlocked(drains)
             left = self.next_warning(warned) - (monotonic() - began)
             if left > 0:
                 self._progress.wait(left)
@@ -978,7 +978,7 @@ class Core:
         due, stall = warned + self.warn_after_seconds, self._stall_after_seconds
         return min(due, stall) if stall is not None and warned < stall else due
 
-    def _raise_if_deadlocked(self, drains: bool) -> None:
+    def _fail_if_deadlocked(self, drains: bool) -> None:
         error = self._agreement.deadlock_error(include_blocked=not drains) if self._agreement is not None else None
         if error is not None:
             self._failed_inside = self._failed_inside or error

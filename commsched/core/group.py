@@ -155,7 +155,7 @@ class TensorGroup:
 
     def begin_step(self, stream: DeviceStream | None = None) -> int:
         """Begin the next step, which closes all proxies, and return its number. Waits until the previous step is done. If one
-        of that step's tensors is never notified, it waits for ever and logs a warning now and then.
+        of that step's tensors is never notified, it warns now and then, and waits until the job ends (``stall_after``).
 
         On a device the averages of the previous step may still be on their way into the flat buffers. This method waits for
         them. With a ``stream`` it does not, and only work that is queued there from now on may write gradients.

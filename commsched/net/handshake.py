@@ -17,7 +17,7 @@ from time import monotonic
 
 from ..core.errors import ConfigError
 from .proof import NONCE_BYTES, PROOF_BYTES, is_proof, make_nonce, prove
-from .tls import Identity, NotOfThisJob, TlsSocket
+from .tls import Identity, NotOfThisJob, TlsSocket, remaining_seconds
 
 #: Either of them, once both ends have proved themselves.
 Connected = socket.socket | TlsSocket
@@ -196,7 +196,7 @@ def read_exactly(connection: Connected, nbytes: int, deadline: float) -> bytes:
     received = b""
     while len(received) < nbytes:
         try:
-            connection.settimeout(_remaining(deadline))
+            connection.settimeout(remaining_seconds(deadline))
             part = connection.recv(nbytes - len(received))
         except OSError as error:
             raise StreamBroken(str(error)) from error
@@ -209,14 +209,7 @@ def read_exactly(connection: Connected, nbytes: int, deadline: float) -> bytes:
 def write_all(connection: Connected, data: bytes, deadline: float) -> None:
     """Raises StreamBroken if they cannot leave in time."""
     try:
-        connection.settimeout(_remaining(deadline))
+        connection.settimeout(remaining_seconds(deadline))
         connection.sendall(data)
     except OSError as error:
         raise StreamBroken(str(error)) from error
-
-
-def _remaining(deadline: float) -> float:
-    remaining = deadline - monotonic()
-    if remaining <= 0:
-        raise TimeoutError("timed out")
-    return remaining

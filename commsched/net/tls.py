@@ -247,7 +247,7 @@ class TlsSocket:
                     return self._tls.read(nbytes)
                 except ssl.SSLWantReadError:
                     if deadline is not None:  # for a whole record: its bytes may come one by one
-                        self.socket.settimeout(_remaining(deadline))
+                        self.socket.settimeout(remaining_seconds(deadline))
                     data = self.socket.recv(_CHUNK_BYTES)
                     if not data:
                         return b""
@@ -299,18 +299,19 @@ class TlsSocket:
 
     def _flush(self, deadline: float) -> None:
         if self._outgoing.pending:
-            self.socket.settimeout(_remaining(deadline))
+            self.socket.settimeout(remaining_seconds(deadline))
             self.socket.sendall(self._outgoing.read())
 
     def _receive(self, deadline: float) -> None:
-        self.socket.settimeout(_remaining(deadline))
+        self.socket.settimeout(remaining_seconds(deadline))
         data = self.socket.recv(_CHUNK_BYTES)
         if not data:
             raise ConnectionResetError("it ended the connection")
         self._incoming.write(data)
 
 
-def _remaining(deadline: float) -> float:
+def remaining_seconds(deadline: float) -> float:
+    """The seconds until ``deadline``, a moment of the monotonic clock. Raises TimeoutError if it is over."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise TimeoutError("timed out")
@@ -373,10 +374,10 @@ def _greets(address: str, context: ssl.SSLContext, within_seconds: float, *, hea
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + within_seconds
     with socket.create_connection((host.strip("[]"), int(port)), within_seconds) as connected:
-        connected.settimeout(_remaining(deadline))
+        connected.settimeout(remaining_seconds(deadline))
         try:
             with context.wrap_socket(connected, server_hostname=MEMBER_NAME) as secured:
-                secured.settimeout(_remaining(deadline))
+                secured.settimeout(remaining_seconds(deadline))
                 return not hear or bool(secured.recv(1))
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError) as ended:
             raise ConnectionResetError(str(ended)) from ended

@@ -72,7 +72,7 @@ def meet_in(session: commsched.Session, meet: Callable[[str], None]) -> None:
 
     Without it, a rank that has fewer batches would wait there while other ranks wait for its gradients.
     """
-    _meetings.setdefault(session, []).append(WeakMethod(meet))
+    _meetings[session] = [*(known for known in _meetings.get(session, ()) if known() is not None), WeakMethod(meet)]
 
 
 def hook_fit(session: commsched.Session, model: Any, averages: Callable[[Any], bool]) -> None:

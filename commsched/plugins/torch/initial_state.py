@@ -162,8 +162,7 @@ def broadcast_optimizer(session: commsched.Session, optimizer: torch.optim.Optim
         if says:
             replaced = _differences(ours, theirs)
             log.warning("rank %d: the optimizer's hyper-parameters are replaced by those of rank 0: %s", session.rank, replaced)
-        for group, options in zip(optimizer.param_groups, theirs):
-            group.update({key: _like(group.get(key), value) for key, value in options["options"].items()})
+        take_options(optimizer, [group["options"] for group in theirs])
     state = _adopt_state(optimizer, records[root]["state"], session.rank == root)
     _broadcast(session, "optimizer state", state, root)
 
