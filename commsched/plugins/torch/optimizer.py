@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import operator
 import threading
@@ -164,6 +165,8 @@ class ScheduledOptimizer(Optimizer):
         self._own_state()
         self._note_parameters()
         self._compared: set[str] = set()  # keys of the hyper-parameters that are compared
+        if _taking_part.get(session):
+            gc.collect()  # frees models that were dropped, whose parameters and buffers refer to each other
         end_abandoned(session)
         exchange = GradientExchange(session, model, slots, self.synchronize, self._supersede, self._compared)
         self._exchange = exchange

@@ -89,6 +89,31 @@ def test_a_model_that_is_dropped_is_freed_with_its_optimizers_and_buffers(ordere
     run(loop, ordered=ordered)
 
 
+def test_the_next_optimizer_has_dropped_models_freed() -> None:
+    """Python itself would wait until there are many new objects, however large they are."""
+    together = threading.Barrier(2, timeout=60)
+
+    def fold(data: Data, ends: _Ends) -> None:
+        model = mlp()
+        optimizer = data.scheduled(sgd(model), model)
+        train(data, model, optimizer, 2)
+        ends.watch(model, model[0].weight, optimizer._exchange, *_buffers(optimizer))
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        ends = _Ends()
+        fold(data, ends)
+        together.wait()
+        another = mlp()
+        data.scheduled(sgd(another), another)
+        assert not ends.alive()
+
+    gc.disable()
+    try:
+        run(loop)
+    finally:
+        gc.enable()
+
+
 def test_a_norm_that_is_kept_and_not_read_keeps_no_model() -> None:
     def loop(data: Data, model: Any, optimizer: Any) -> list[bool]:
         ends = _Ends()
