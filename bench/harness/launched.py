@@ -17,7 +17,6 @@ from commsched.control.rendezvous import reached_at
 from commsched.core import timeouts
 from commsched.core.comparison import require_same
 from commsched.core.world import World, detect_world
-from commsched.plugins.common.step_flags import await_failure
 from commsched.session.process_end import is_consequence, let_the_cause_end_first, record
 from commsched.settings import Settings
 from commsched.transports.collective.failures import exit_if_job_fails
@@ -84,7 +83,7 @@ def run_here(
         except CommschedError:
             raise
         except Exception as error:
-            raise await_failure(session, timeouts.RAISE_SECONDS) or error from error
+            raise session.await_failure(timeouts.RAISE_SECONDS) or error from error
         host = own_address()
         machines = len(set(session.gather(reached_at(host).machine)))
     if session.rank != 0:

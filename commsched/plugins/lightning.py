@@ -37,7 +37,6 @@ from ..core import timeouts
 from ..core.errors import CommschedError, UnsupportedError, error_text
 from ..core.world import World
 from ..settings import Settings, SettingsKeywords
-from .common.step_flags import await_failure
 from .torch import ScheduledOptimizer
 
 _is_first_choice = "lightning.pytorch" in sys.modules or (
@@ -270,7 +269,7 @@ class ScheduledStrategy(DDPStrategy):
         """Return the error that says why another rank is lost, if the job reports one, else ``error``. It waits a moment,
         because the lost rank's connections break before the cause is reported."""
         assert self._session is not None
-        return await_failure(self._session, timeouts.RAISE_SECONDS) or error
+        return self._session.await_failure(timeouts.RAISE_SECONDS) or error
 
 
 @cache

@@ -460,9 +460,7 @@ def _is_of_lost_ranks(error: BaseException, session: Session) -> bool:
     """Whether ``error`` is a consequence of the loss of other ranks or servers, which an elastic job outlives."""
     if session.place is None or not is_consequence(error):
         return False
-    decided = threading.Event()  # the control channel decides which failure was the first, and this call may be sooner
-    session.when_failed(lambda _: decided.set())
-    decided.wait(timeouts.RAISE_SECONDS)
+    session.await_failure(timeouts.RAISE_SECONDS)
     return session.failed_elsewhere
 
 

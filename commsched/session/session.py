@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..control.end import ControlEnd
@@ -488,6 +489,16 @@ class Session:
         """Call ``callback`` with the first failure of the job, from a control thread. If the job has failed already, call it
         now, from this thread. ``callback`` must not wait."""
         self._control.when_failed(callback)
+
+    def await_failure(self, seconds: float) -> CommschedError | None:
+        """Wait for the first failure of the job and return it; None if there is none within ``seconds``. The control channel
+        decides which failure was the first, and a consequence of it may be noticed sooner. Any thread but that of callbacks."""
+        failures: SimpleQueue[CommschedError] = SimpleQueue()
+        self.when_failed(failures.put)
+        try:
+            return failures.get(timeout=seconds)
+        except Empty:
+            return None
 
     def report(self, error: CommschedError) -> None:
         """Report a failure on this rank to every rank, which ends the job. Any thread; never blocks. The first failure of all

@@ -6,7 +6,6 @@ import hashlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,7 +14,7 @@ import commsched
 
 from ...core.device import Device
 from ...core.device_events import Event
-from ...core.errors import CommschedError, RanksDiverged
+from ...core.errors import RanksDiverged
 from ...core.manifest import Manifest, TensorSpec
 from ...devices import open_device
 from .collectives import register_flat
@@ -141,16 +140,6 @@ def end_with_difference(session: commsched.Session, what: str, step: int, values
     """
     session.core.has_raised = True  # the failure is raised here
     session.compare(what, step, values)
-    raise await_failure(session, _VERDICT_SECONDS) or RanksDiverged(
+    raise session.await_failure(_VERDICT_SECONDS) or RanksDiverged(
         f"{what} differ between ranks after step {step}: rank {session.rank} has {json.dumps(dict(values))}"
     )
-
-
-def await_failure(session: commsched.Session, seconds: float) -> CommschedError | None:
-    """Wait for the first failure of the job and return it; None if there is none within ``seconds``."""
-    failures: SimpleQueue[CommschedError] = SimpleQueue()
-    session.when_failed(failures.put)
-    try:
-        return failures.get(timeout=seconds)
-    except Empty:
-        return None

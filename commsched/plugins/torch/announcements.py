@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from threading import Event
-
 import torch
 
 import commsched
 
+from ...core import timeouts
 from ...core.errors import UnsupportedError
 from ...core.manifest import TensorSpec
 from .device import Device, register_on
-
-#: How long a rank that hears of an exception waits for the failure that it causes if nobody catches it, which says more.
-EXCEPTION_SECONDS = 3.0
 
 
 class Announcements:
@@ -53,10 +49,8 @@ class Announcements:
         with self._device.copying():
             live, number, square, broken = said.tolist()
         if broken:
-            failed = Event()
-            self._session.when_failed(lambda failure: failed.set())
-            failed.wait(EXCEPTION_SECONDS)
-            raise self._session.failure or UnsupportedError(
+            # Nobody may catch it: the failure that it causes then says more.
+            raise self._session.await_failure(timeouts.RAISE_SECONDS) or UnsupportedError(
                 "another rank has left the Join by an exception, and has caught it outside: catch it within the Join, or on "
                 "all ranks at the same place"
             )

@@ -406,7 +406,7 @@ def test_an_exception_that_one_rank_catches_outside_ends_the_job(
     then: str, broken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others learn of it: they would wait in the Join for a rank that is elsewhere."""
-    monkeypatch.setattr(announcements, "EXCEPTION_SECONDS", 0.1)
+    monkeypatch.setattr(announcements.timeouts, "RAISE_SECONDS", 0.1)
 
     def loop(data: Uneven, model: Any, optimizer: Any) -> None:
         with suppress(Broken), data.join(optimizer):
@@ -427,7 +427,7 @@ def test_an_exception_that_one_rank_catches_outside_ends_the_job(
 
 
 def test_an_exception_after_another_rank_ran_out_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcements, "EXCEPTION_SECONDS", 0.1)
+    monkeypatch.setattr(announcements.timeouts, "RAISE_SECONDS", 0.1)
 
     def loop(data: Uneven, model: Any, optimizer: Any) -> None:
         with suppress(Broken), data.join(optimizer):
