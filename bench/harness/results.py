@@ -138,13 +138,20 @@ def commit() -> str | None:
         return None
     try:
         sha = _git("rev-parse", "HEAD")
-        new = _git("ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()
+        new = _git("ls-files", "-z", "--others", "--exclude-standard", "--", "*.py").split("\0")[:-1]
         if not new and not _git("status", "--porcelain", "--untracked-files=no"):
             return sha
-        changes = [_git("diff", "HEAD"), *(f"{path}\n{(_ROOT / path).read_text(errors='replace')}" for path in new)]
+        changes = [_git("diff", "HEAD"), *(path + _text_of(_ROOT / path) for path in new)]
         return f"{sha}+{hashlib.blake2b(json.dumps(changes).encode(), digest_size=4).hexdigest()}"
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # a link that leads nowhere
+        return ""
 
 
 def _git(*arguments: str) -> str:

@@ -189,8 +189,10 @@ def _open(carrier: Carrier, number: int) -> Session:
         place["control"] = f"{host}:{int(port) + number}"
     if job.rendezvous is not None:
         place["rendezvous"] = f"{job.rendezvous}.{number}"
-    without = {f"COMMSCHED_{name.upper()}" for name in without_effect(job, carrier.transport) if name != "security"}
-    environ = {name: value for name, value in os.environ.items() if name not in without}  # they are for the job's own carrier
+    for name in without_effect(job, carrier.transport):  # they are for the job's own carrier
+        if name != "security":
+            place[name] = job.hosts[0] if name == "host" else getattr(Settings(), name)
+    environ = {name: value for name, value in os.environ.items() if name.removeprefix("COMMSCHED_").lower() not in place}
     return open_session(detect_world(os.environ), Settings.load({**asdict(carrier), **place}, environ))
 
 

@@ -516,7 +516,7 @@ class Core:
 
         ask(come)
         with self._lock_to_wait():
-            self._wait_until(lambda: came, lambda: Wait(what))
+            self._wait_until(lambda: came, lambda: Wait(what), drains=True)
 
     def _is_moving(self) -> bool:
         return any(map(self._moves, self._groups.values()))

@@ -209,6 +209,11 @@ class GradientExchange:
         proxies = self._group.proxies
         return all(proxies[self._places[index]].is_open for index in bundle)
 
+    @property
+    def is_submitted(self) -> bool:
+        """Whether this rank has submitted all gradients of the step."""
+        return not self._group.missing()
+
     def all_there(self) -> bool:
         return all(proxy.is_open for proxy in self._group.proxies)
 

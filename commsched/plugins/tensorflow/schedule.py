@@ -32,8 +32,9 @@ log = logging.getLogger("commsched")
 #: Compiled updates are kept for so many hyper-parameters, which may alternate. A schedule may make new ones in every step.
 _MOST_UPDATES = 8
 
-#: The operation of TensorFlow that has made a gradient which a loop has clipped, and not one within the model.
-_CLIPPED = re.compile(r"^(?!.*gradient_tape/).*\b(clip_by_(?:global_norm|norm|value|average_norm))(?:_\d+)?(?:/|$)")
+#: The operation of TensorFlow that has made a gradient which a loop has clipped. Those within a model are in the scope of a
+#: tape, or of ``tf.gradients``.
+_CLIPPED = re.compile(r"^(?!.*gradient(?:_tape|s)/).*\b(clip_by_(?:global_norm|norm|value|average_norm))(?:_\d+)?(?:/_\d+)?$")
 
 _made: WeakKeyDictionary[commsched.Session, list[ref[Schedule]]] = WeakKeyDictionary()  # making one is collective
 
@@ -190,7 +191,7 @@ class Schedule:
         step = self._first_step() if self._step is None else self._step
         if self.why_all_at_once is not None:
             averages = step.averages(by_index, numbers_of(self._optimizer), self._learning_rate())
-            self.apply_averages([averages[index] for index in averages], [self.variables[index] for index in averages])
+            self._apply_averages([averages[index] for index in averages], [self.variables[index] for index in averages])
             step.end(self._changed())
             return
         learning_rate = self._learning_rate()
@@ -198,11 +199,7 @@ class Schedule:
 
     def average(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """See ScheduledOptimizer."""
-        if self.why_all_at_once is None:
-            raise UnsupportedError(
-                "average() returns all averages at once, but this optimizer updates each variable when its own arrives: "
-                "ScheduledOptimizer(optimizer, model, per_parameter=False)"
-            )
+        self._require_all_at_once("average")
         by_index = self._by_index("average", gradients, variables)
         step = self._first_step() if self._step is None else self._step
         averages = step.averages(by_index, numbers_of(self._optimizer), self._learning_rate())
@@ -212,6 +209,22 @@ class Schedule:
 
     def apply_averages(self, averages: Sequence[Any], variables: Sequence[Any]) -> None:
         """See ScheduledOptimizer."""
+        self._require_all_at_once("apply_averages")
+        self._require_supported("apply_averages")
+        for variable in variables:
+            self._index(variable)
+        self._apply_averages(averages, variables)
+
+    def _require_all_at_once(self, caller: str) -> None:
+        if self.replaced:
+            raise UnsupportedError("another ScheduledOptimizer was made for the same variables: use that one")
+        if self.why_all_at_once is None:
+            raise UnsupportedError(
+                f"{caller}() is for all averages at once, but this optimizer updates each variable when its own arrives: "
+                "ScheduledOptimizer(optimizer, model, per_parameter=False)"
+            )
+
+    def _apply_averages(self, averages: Sequence[Any], variables: Sequence[Any]) -> None:
         with unguarded():  # updates assign the same values on all ranks, so their assignments need no comparison
             self._optimizer.apply_plainly(averages, variables)
 
@@ -354,7 +367,7 @@ def _require_unclipped(gradients: Sequence[Any], variables: Sequence[Any]) -> No
             raise UnsupportedError(
                 f"the gradient of '{name}' was clipped by {found[1]} before it is averaged: "
                 "give the optimizer clipnorm, clipvalue or global_clipnorm, or clip what optimizer.average() returns, and "
-                "give it to optimizer.apply_averages()"
+                "give it to optimizer.apply_averages(); or pass tf.identity(gradient) if each rank is to clip its own"
             )
 
 

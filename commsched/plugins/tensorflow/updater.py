@@ -239,6 +239,8 @@ class Updater:
         if exchange is None or not (self._due or self._awaiting):
             self._changed.wait()
             return
+        if self._awaiting and not exchange.is_submitted:  # backward still runs on this rank
+            self._wait_begins()
         seconds = monotonic() - self._since
         left = self._session.core.next_warning(self._warned) - seconds
         if left > 0:

@@ -9,7 +9,6 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -111,8 +110,9 @@ def refuse_wrapping(ours: Container[int]) -> None:
     ``ours`` may change. The check applies to the whole process, and costs time only when a module is registered in another.
     """
 
-    @_disable_dynamo
     def refuse(wrapper: torch.nn.Module, _: str, module: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if isinstance(wrapper, _wrappers()) and any(id(parameter) in ours for parameter in module.parameters()):
             raise UnsupportedError(
                 f"{type(wrapper).__name__} is put around a model whose gradients a ScheduledOptimizer averages: {_KEEP_DDP}"

@@ -41,6 +41,7 @@ from .update import (
     can_be_narrowed,
     is_of_torch,
     is_step_of_class,
+    own_tensors,
     require_supported,
     runs_only_torch,
     snapshot,
@@ -112,6 +113,8 @@ class ScheduledOptimizer(Optimizer):
         self._exchange: GradientExchange | None = None
         self._ended: str | None = None  # the name of a parameter that another ScheduledOptimizer owns now
         self._pending: dict[int, Slot] = {}  # outstanding updates by flag, front layers first
+        self._keeps: Sequence[bool] = ()
+        self._parts: list[Slot] = []  # parameters that are parts of one tensor together with others
         self._updates_running = 0  # they are nested if the user's code reads another parameter within one
         self._lock = threading.RLock()
         parameters = parameters_of(optimizer)
@@ -346,7 +349,6 @@ class ScheduledOptimizer(Optimizer):
                 {**dict(self._model.named_parameters()), **dict(self._model.named_buffers()), **named},
                 {id(slot.parameter) for slot in slots},
             )
-            self._views = _sharing_versions(slots)
         if overlap is not None:
             self._per_parameter = False  # the user's optimizer determines the order of the updates
             self._step_must_wait(f"'{overlap[0]}' and '{overlap[1]}' lie in the same memory")
@@ -354,16 +356,9 @@ class ScheduledOptimizer(Optimizer):
             self._step_must_wait(f"other processes may read '{public}', which lies in shared memory")
 
     def _own_state(self) -> None:
-        """Copy what is in the memory of another ScheduledOptimizer's state, whose updates come at other times on other ranks:
-        ``load_state_dict()`` of torch keeps the tensors that it is given."""
-        ours = _memory_of_state(self.optimizer)
-        for other in list(_taking_part.get(self._session, ())) if ours else []:
-            if other is self or other._exchange is None or ours.keys().isdisjoint(_memory_of_state(other.optimizer)):
-                continue
-            other.synchronize()
-            for address in ours.keys() & _memory_of_state(other.optimizer).keys():
-                for state, key in ours[address]:
-                    state[key] = state[key].clone()
+        """Copy the tensors of the state. ``load_state_dict()`` of torch keeps those that it is given, which a second optimizer
+        may be given too; updates are made at other times on other ranks."""
+        own_tensors(self.optimizer)
 
     def _look_for_repeated_parameters(self) -> None:
         """Make ``step()`` wait if a group has a parameter twice, which torch then updates twice."""
@@ -495,7 +490,11 @@ class ScheduledOptimizer(Optimizer):
         outstanding = self._why_step_waits is None  # the updates stay outstanding after this step()
         if outstanding:
             # As after a completed update, autograd must refuse to differentiate a graph from before it.
-            increment_versions([slot.twin.plain for slot in slots if keeps[slot.flag]])
+            kept = [slot for slot in slots if keeps[slot.flag]]
+            before = [slot.twin.plain._version for slot in kept] if moved or keeps != self._keeps else None
+            increment_versions([slot.twin.plain for slot in kept])
+            if before is not None:  # parts of one tensor have one version, which every part has incremented
+                self._parts = [slot for slot, version in zip(kept, before) if slot.twin.plain._version > version + 1]
         self._keeps = keeps
         with unnoticed():
             for slot in slots:
@@ -549,7 +548,7 @@ class ScheduledOptimizer(Optimizer):
                 batch, used = left, [slot for slot in used if slot in left]
             try:
                 if batch:
-                    with exchange.places.device.updating(), self._no_foreign_writes(used):
+                    with exchange.places.device.updating(), self._no_foreign_writes():
                         self._update(used)
                         for slot in batch:
                             if slot.zero_later:
@@ -586,13 +585,13 @@ class ScheduledOptimizer(Optimizer):
             self._undo.before_update([slot.parameter for slot in used])  # out of memory, say
 
     @contextmanager
-    def _no_foreign_writes(self, slots: Sequence[Slot]) -> Iterator[None]:
-        """Updates of ``slots`` count as no writes to parameters that are parts of the same tensor, and share its version."""
-        parts = {each.flag: each for slot in slots for each in self._views.get(slot.flag, ()) if each.flag in self._pending}
-        before = [each.twin.plain._version for each in parts.values()]
+    def _no_foreign_writes(self) -> Iterator[None]:
+        """Updates that are made within are no foreign writes to parameters that are parts of the same tensor."""
+        twins = [each.twin for each in self._parts if each.flag in self._pending]
+        gaps = [twin.version - twin.plain._version for twin in twins]
         yield
-        for each, version in zip(parts.values(), before):
-            each.twin.version += each.twin.plain._version - version
+        for twin, gap in zip(twins, gaps):
+            twin.version = twin.plain._version + gap
 
     def _copy_while_waiting(self, exchange: GradientExchange, needed: Slot) -> None:
         """In an elastic job, copy what outstanding updates will replace, while the average of ``needed`` is on its way."""
@@ -706,6 +705,7 @@ class ScheduledOptimizer(Optimizer):
         """Load ``state_dict`` into the user's optimizer. Every rank must load the same one."""
         self.synchronize()
         self.optimizer.load_state_dict(state_dict)
+        self._own_state()  # its own load_state_dict() may call no hooks
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch.
@@ -768,26 +768,6 @@ class ScheduledOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"Scheduled{self.optimizer!r}"
-
-
-def _memory_of_state(optimizer: torch.optim.Optimizer) -> dict[int, list[tuple[dict[Any, Any], Any]]]:
-    """Where the tensors of the optimizer's state are, by their addresses: dictionaries and keys."""
-    found: dict[int, list[tuple[dict[Any, Any], Any]]] = {}
-    for state in optimizer.state.values():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if type(value) is torch.Tensor and value.layout is torch.strided and value.data_ptr() != 0:
-                found.setdefault(value.data_ptr(), []).append((state, key))
-    return found
-
-
-def _sharing_versions(slots: Sequence[Slot]) -> dict[int, list[Slot]]:
-    """By flag, for each parameter that may be a part of one tensor together with others: all of those. Whoever writes to one
-    of them changes the version of all."""
-    by_memory: dict[int, list[Slot]] = {}
-    for slot in slots:
-        if slot.parameter.layout is torch.strided and slot.parameter.numel() > 0 and slot.parameter.data_ptr() != 0:
-            by_memory.setdefault(slot.parameter.untyped_storage().data_ptr(), []).append(slot)
-    return {slot.flag: parts for parts in by_memory.values() if len(parts) > 1 for slot in parts}
 
 
 def _make_slots(param_groups: list[dict[str, Any]], model: torch.nn.Module, first: int = 0) -> list[Slot]:

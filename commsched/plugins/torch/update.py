@@ -229,6 +229,27 @@ def _may_use_lists(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
     )
 
 
+def own_tensors(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer copies of the tensors in its state."""
+    known: dict[int, torch.Tensor] = {}  # a tensor that is there twice stays one
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                state[key] = _own(value, known)
+
+
+def _own(value: Any, known: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.nn.Parameter):  # of a model, maybe
+        return value
+    if isinstance(value, torch.Tensor):
+        if id(value) not in known:
+            known[id(value)] = value.clone()
+        return known[id(value)]
+    if type(value) in (tuple, list):
+        return type(value)(_own(item, known) for item in value)
+    return {key: _own(item, known) for key, item in value.items()} if type(value) is dict else value
+
+
 def can_be_narrowed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` keeps its groups and its state in its own attributes, as the optimizers of torch do."""
     return "param_groups" in vars(optimizer) and "state" in vars(optimizer)
@@ -275,6 +296,7 @@ def step_some(
     groups = [
         {**hyper_parameters[kind[0]], "params": by_group[kind], **({"foreach": True} if kind[1] else {})} for kind in kinds
     ]
+    given = None if is_of_torch(optimizer) else [{**_copy(hyper_parameters[kind[0]])} for kind in kinds]
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _ITS_OWN}
     copied: Any = object.__new__(type(optimizer))
     vars(copied).update(attributes, param_groups=groups, state=_StateOfTwins(optimizer.state, parameter_of))
@@ -283,20 +305,27 @@ def step_some(
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(slots[0].device.type, enabled=False):
             copied.step()
-        if not is_of_torch(optimizer):
-            _require_kept(groups, [hyper_parameters[kind[0]] for kind in kinds])
+        if given is not None and not any(vars(copied)[name] for name in STEP_HOOKS):  # hooks may set what they like
+            _take_changes(optimizer, groups, given, [kind[0] for kind in kinds])
     finally:
         for name, value in vars(copied).items():
             if name not in _ITS_OWN and (name not in attributes or attributes[name] is not value):
                 setattr(optimizer, name, value)  # step() has changed it: a counter, say
 
 
-def _require_kept(groups: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UnsupportedError if ``step()`` has changed a value in one of ``groups``, which were made from ``given``: it is one
-    of all parameters, and the change would be lost."""
-    for group, before in zip(groups, given):
-        for key, value in group.items():
-            if key != "params" and value is not before.get(key) and not _is_same(value, before.get(key)):
+def _take_changes(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    given: Sequence[Mapping[str, Any]],
+    indices: Sequence[int],
+) -> None:
+    """Look at ``groups`` after ``step()``, which were made from ``given``: the groups of ``optimizer`` with these indices get
+    values that are new. Raise UnsupportedError if one was changed: it belongs to all parameters, and would be lost."""
+    for group, before, index in zip(groups, given, indices):
+        for key in group.keys() - before.keys() - {"params", "foreach"}:
+            optimizer.param_groups[index].setdefault(key, group[key])
+        for key in before.keys() & group.keys():
+            if not _is_same(group[key], before[key]):
                 raise UnsupportedError(
                     f"the optimizer's step() has changed '{key}' in param_groups, which is common to all parameters: "
                     "per_parameter=True cannot be used with it"
@@ -304,8 +333,14 @@ def _require_kept(groups: Sequence[Mapping[str, Any]], given: Sequence[Mapping[s
 
 
 def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.shape == other.shape and torch.equal(value, other)
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_is_same(value[key], other[key]) for key in value)
     try:
-        return bool(value == other)
+        return value is other or bool(value == other)
     except (RuntimeError, ValueError):  # arrays have no single answer
         return False
 

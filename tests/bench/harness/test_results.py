@@ -66,6 +66,8 @@ def test_files_of_python_that_are_new_count_as_changes(tmp_path, monkeypatch):
     subprocess.run([*git, "init", "--quiet"], check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "first"], check=True)
     seen = [results.commit()]
+    (tmp_path / "grün.py").write_text("")
+    (tmp_path / "nowhere.py").symlink_to("no such file")
     for text in ("a = 1", "a = 2"):
         (tmp_path / "system.py").write_text(text)
         (tmp_path / "results.json").write_text(text)

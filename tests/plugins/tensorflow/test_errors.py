@@ -33,6 +33,7 @@ from commsched import (
 )
 from commsched.plugins.tensorflow import ScheduledOptimizer
 from commsched.plugins.tensorflow.step import Step
+from commsched.plugins.tensorflow.updater import Updater
 from commsched.session.local import local_sessions
 from commsched.testing.world import run_world
 
@@ -545,11 +546,25 @@ def test_a_model_that_clips_within() -> None:
     on_ranks(body)
 
 
-def test_averages_of_an_optimizer_that_updates_each_variable_by_itself() -> None:
+@pytest.mark.parametrize("call", ["average", "apply_averages"])
+def test_averages_of_an_optimizer_that_updates_each_variable_by_itself(call: str) -> None:
     def body(session: Session, model: Any) -> None:
-        ScheduledOptimizer(sgd(), model, session=session).average(gradients_of(model))
+        getattr(ScheduledOptimizer(sgd(), model, session=session), call)(gradients_of(model))
 
-    refused(UnsupportedError, r"per_parameter=False\)", body)
+    refused(UnsupportedError, rf"{call}\(\) is for all averages at once.*per_parameter=False\)", body)
+
+
+def test_a_rank_that_says_so_clips_its_own() -> None:
+    models = [made(mlp, 0) for _ in range(RANKS)]
+
+    def body(session: Session) -> None:
+        optimizer = ScheduledOptimizer(sgd(), models[session.rank], session=session)
+        tf.function(
+            lambda: optimizer.apply([tf.identity(tf.clip_by_norm(each, 1.0)) for each in gradients_of(models[session.rank])]),
+            autograph=False,
+        )()
+
+    on_ranks(body)
 
 
 def test_global_clipping_that_is_set_later() -> None:
@@ -760,8 +775,6 @@ def test_who_catches_a_failure_is_told_it_again_at_the_end_and_nothing_else() ->
 
 
 def test_an_update_that_raises_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    from commsched.plugins.tensorflow.updater import Updater
-
     real = Updater._update
 
     def broken(self: Any, *rest: Any) -> None:
@@ -815,6 +828,26 @@ def test_who_waits_for_long_in_a_graph_is_told_for_whom(
         on_ranks(body)
     finally:
         logging.getLogger("commsched").removeHandler(note)
+
+
+def test_the_backward_of_this_rank_is_no_wait_for_averages() -> None:
+    """Where all averages are needed at once, the wait begins before the last gradients are computed."""
+    stalled: list[float] = []
+    waits: list[float] = []
+    updater: Any = object.__new__(Updater)
+    updater.exchange = SimpleNamespace(
+        is_submitted=False, stalled=lambda _, seconds: stalled.append(seconds), forward_order=[0]
+    )
+    updater._due, updater._awaiting, updater._since, updater._warned = {}, True, time.monotonic() - 1000, 0.0
+    updater._changed = SimpleNamespace(wait=waits.append)
+    updater._session = SimpleNamespace(core=SimpleNamespace(next_warning=lambda warned: warned + 60))
+    updater._wait_for_change()
+    assert not stalled
+    assert 0 < waits[0] <= 60
+    updater.exchange.is_submitted = True
+    updater._since -= 1000
+    updater._wait_for_change()
+    assert stalled[0] > 900
 
 
 def test_a_step_that_is_broken_off() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -39,9 +40,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
+@pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("wrapped_first", [False, True])
-def test_trials_that_begin_with_the_state_of_one_checkpoint(wrapped_first: bool) -> None:
-    """torch keeps the tensors that load_state_dict() is given: the first trial's last updates would come in the second."""
+def test_trials_that_begin_with_the_state_of_one_checkpoint(wrapped_first: bool, dropped: bool) -> None:
+    """torch keeps the tensors that load_state_dict() is given: the first trial's last updates would come in the second. Plain
+    trials are given copies."""
 
     def loop(data: Data, model: Any, optimizer: Any) -> Any:
         train(data, model, optimizer, 2)
@@ -53,11 +56,15 @@ def test_trials_that_begin_with_the_state_of_one_checkpoint(wrapped_first: bool)
             its_own: Any = torch.optim.Adam(another.parameters(), lr=rate)
             if wrapped_first:
                 its_own = data.scheduled(its_own, another)
-            its_own.load_state_dict(checkpoint["optimizer"])
+            its_own.load_state_dict(checkpoint["optimizer"] if len(data.ranks) == 1 else copy.deepcopy(checkpoint["optimizer"]))
             if not wrapped_first:
                 its_own = data.scheduled(its_own, another)
             train(data, another, its_own)
             trials.append(another)
+            if rate == 0.01 and dropped:  # an exchange that is gone completes nothing
+                trials = [copy.deepcopy(another)]
+                del another, its_own
+                gc.collect()
         return [parameter.detach().clone() for each in trials for parameter in each.parameters()]
 
     require_plain(loop, optimizer=adam)

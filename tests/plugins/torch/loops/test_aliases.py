@@ -79,7 +79,8 @@ class Parts(nn.Module):
         return out
 
 
-def test_parameters_that_are_parts_of_one_tensor() -> None:
+@pytest.mark.parametrize("moved", [False, True], ids=["as made", "in memory of their own"])
+def test_parameters_that_are_parts_of_one_tensor(moved: bool) -> None:
     """An update of one changes the version of all, which is no writing by the user."""
 
     def loop(data: Data, model: Any, optimizer: Any) -> None:
@@ -90,7 +91,10 @@ def test_parameters_that_are_parts_of_one_tensor() -> None:
             for name in ("v", "q", "k")[step % 3 :]:  # each by itself, while the others are outstanding
                 getattr(model, name).weight.sum().item()
 
-    require_plain(loop, model=Parts)
+    def make() -> nn.Module:  # float() and double() give other memory, and leave the common version
+        return Parts().float().double() if moved else Parts()
+
+    require_plain(loop, model=make)
 
 
 def test_writing_to_the_tensor_of_which_they_are_parts_is_refused_by_name() -> None:

@@ -103,19 +103,45 @@ def test_other_memory_that_it_gives_to_a_gradient_is_not_that_of_the_next(zeroin
 
 
 class Counts(optim.SGD):
-    """Its counter is one of all parameters."""
+    """Its counter is one of all parameters; another value is new, and stays the same."""
+
+    def count(self, group: dict[str, Any]) -> float:
+        group["k"] = group.get("k", 0) + 1
+        return float(group["k"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
+            count, scale = self.count(group), group.setdefault("scale", 2.0)
             for parameter in group["params"]:
-                parameter.sub_(parameter.grad, alpha=group["lr"] / group["k"])
+                parameter.sub_(parameter.grad, alpha=group["lr"] * scale / count)
 
 
-def test_a_counter_of_all_parameters_is_refused_per_parameter() -> None:
+class CountsInPlace(Counts):
+    def count(self, group: dict[str, Any]) -> float:
+        group.setdefault("k", [torch.zeros(1)])[0].add_(1)
+        return float(group["k"][0])
+
+
+class Constant(Counts):
+    def count(self, group: dict[str, Any]) -> float:
+        return 1.0
+
+
+def test_a_value_that_step_adds_to_a_group_and_leaves_is_kept() -> None:
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> float:
+        optimizer = _wrapped_per_parameter(data, model, optimizer)
+        train(data, model, optimizer)
+        optimizer.state_dict()  # waits for the updates
+        return float(optimizer.param_groups[0]["scale"])
+
+    require_plain(loop, optimizer=lambda model: Constant(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsInPlace])
+def test_a_counter_of_all_parameters_is_refused_per_parameter(kind: type[Counts]) -> None:
     def counts(model: nn.Module) -> optim.Optimizer:
-        return Counts(model.parameters(), lr=0.1)
+        return kind(model.parameters(), lr=0.1)
 
     require_plain(train, optimizer=counts)
     with pytest.raises(
