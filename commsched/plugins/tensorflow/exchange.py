@@ -212,7 +212,7 @@ class GradientExchange:
     @property
     def is_submitted(self) -> bool:
         """Whether this rank has submitted all gradients of the step."""
-        return not self._group.missing()
+        return len(self._group.notified) == len(self._forward)
 
     def all_there(self) -> bool:
         return all(proxy.is_open for proxy in self._group.proxies)

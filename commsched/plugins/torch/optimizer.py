@@ -705,7 +705,8 @@ class ScheduledOptimizer(Optimizer):
         """Load ``state_dict`` into the user's optimizer. Every rank must load the same one."""
         self.synchronize()
         self.optimizer.load_state_dict(state_dict)
-        self._own_state()  # its own load_state_dict() may call no hooks
+        if self._exchange is not None and not self._state_hooks:
+            self._own_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch.

@@ -231,20 +231,20 @@ def _may_use_lists(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
 
 def own_tensors(optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer copies of the tensors in its state."""
-    known: dict[int, torch.Tensor] = {}  # a tensor that is there twice stays one
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a tensor that is there twice stays one
     with torch.no_grad():
         for state in optimizer.state.values():
             for key, value in state.items() if isinstance(state, dict) else ():
                 state[key] = _own(value, known)
 
 
-def _own(value: Any, known: dict[int, torch.Tensor]) -> Any:
+def _own(value: Any, known: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
     if isinstance(value, torch.nn.Parameter):  # of a model, maybe
         return value
     if isinstance(value, torch.Tensor):
         if id(value) not in known:
-            known[id(value)] = value.clone()
-        return known[id(value)]
+            known[id(value)] = value, value.clone()
+        return known[id(value)][1]
     if type(value) in (tuple, list):
         return type(value)(_own(item, known) for item in value)
     return {key: _own(item, known) for key, item in value.items()} if type(value) is dict else value
