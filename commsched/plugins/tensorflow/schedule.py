@@ -34,7 +34,10 @@ _MOST_UPDATES = 8
 
 #: The operation of TensorFlow that has made a gradient which a loop has clipped. Those within a model are in the scope of a
 #: tape, or of ``tf.gradients``.
-_CLIPPED = re.compile(r"^(?!.*gradient(?:_tape|s)/).*\b(clip_by_(?:global_norm|norm|value|average_norm))(?:_\d+)?(?:/_\d+)?$")
+_CLIPPED = re.compile(
+    r"^(?!(?:.*/)?gradient(?:_tape|s)(?:_\d+)?/)"  # not within a model
+    r".*\b(clip_by_(?:global_norm|norm|value|average_norm))(?:_\d+)?(?:/_\d+)?$"
+)
 
 _made: WeakKeyDictionary[commsched.Session, list[ref[Schedule]]] = WeakKeyDictionary()  # making one is collective
 

@@ -59,6 +59,7 @@ class Updater:
         # The outstanding updates, front layers first: the compiled functions, the learning rate, the number of the step.
         self._due: dict[Bundle, tuple[Updates, Any, Any]] = {}
         self._since = self._warned = 0.0  # when the thread's wait for averages began, and its length at the last warning
+        self._was_submitted = True  # whether this rank was seen to have submitted all gradients
         self._alike = True  # whether ranks were found alike in this step; True before the first step
         self._error: CommschedError | None = None
         self._ends = False
@@ -93,7 +94,7 @@ class Updater:
         with self._changed:
             self._require_running()
             self.signals.close([self.arrived])
-            self._awaiting = True
+            self._awaiting, self._was_submitted = True, False
             self._alike = False
             self._wait_begins()
             self._changed.notify_all()
@@ -239,7 +240,8 @@ class Updater:
         if exchange is None or not (self._due or self._awaiting):
             self._changed.wait()
             return
-        if self._awaiting and not exchange.is_submitted:  # backward still runs on this rank
+        if not self._was_submitted:  # backward still ran on this rank
+            self._was_submitted = exchange.is_submitted
             self._wait_begins()
         seconds = monotonic() - self._since
         left = self._session.core.next_warning(self._warned) - seconds

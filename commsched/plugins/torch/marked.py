@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -254,6 +254,18 @@ class Twin:
             return False
         self.average = None
         return True
+
+
+def share_versions(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """For each tensor whether it has its version in common with others of ``tensors``, as parts of one tensor have, also after
+    they were given other memory. Their versions stay as they are."""
+    before = [tensor._version for tensor in tensors]
+    preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        for tensor in tensors:
+            stack.enter_context(preserve(tensor))
+        increment_versions(tensors)
+        return [tensor._version > version + 1 for tensor, version in zip(tensors, before)]
 
 
 def increment_versions(tensors: Sequence[torch.Tensor]) -> None:

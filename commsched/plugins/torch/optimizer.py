@@ -33,7 +33,7 @@ from .guard import Guarded, guard, own_class, unguarded
 from .initial_state import broadcast_model, broadcast_optimizer, broadcast_parameters, parameters_of, require_same_group
 from .join import Join
 from .layout import end_abandoned
-from .marked import Twin, increment_versions, unnoticed, warn_if_impossible
+from .marked import Twin, increment_versions, share_versions, unnoticed, warn_if_impossible
 from .slot import GRADIENT_TRANSITIONS, Slot
 from .timing import profiled, trace_forward
 from .update import (
@@ -113,7 +113,6 @@ class ScheduledOptimizer(Optimizer):
         self._exchange: GradientExchange | None = None
         self._ended: str | None = None  # the name of a parameter that another ScheduledOptimizer owns now
         self._pending: dict[int, Slot] = {}  # outstanding updates by flag, front layers first
-        self._keeps: Sequence[bool] = ()
         self._parts: list[Slot] = []  # parameters that are parts of one tensor together with others
         self._updates_running = 0  # they are nested if the user's code reads another parameter within one
         self._lock = threading.RLock()
@@ -165,7 +164,9 @@ class ScheduledOptimizer(Optimizer):
         slots = _make_slots(optimizer.param_groups, model)
         self._look_for_shared_memory(slots)
         self._look_for_repeated_parameters()
-        self._own_state()
+        is_first = session.place is None or session.place.generation == 1
+        if session.rank == (0 if is_first else session.root):  # the others are given its state
+            self._own_state()
         self._note_parameters()
         self._compared: set[str] = set()  # keys of the hyper-parameters that are compared
         if _taking_part.get(session):
@@ -174,7 +175,6 @@ class ScheduledOptimizer(Optimizer):
         exchange = GradientExchange(session, model, slots, self.synchronize, self._supersede, self._compared)
         self._exchange = exchange
         broadcast_model(session, model, {slot.name: slot.parameter for slot in slots}, session.root)
-        is_first = session.place is None or session.place.generation == 1
         broadcast_optimizer(session, optimizer, None if is_first else session.root)
         self._compared |= compared_keys(optimizer, optimizer.param_groups)
         exchange.places.record_first_use()
@@ -356,8 +356,13 @@ class ScheduledOptimizer(Optimizer):
             self._step_must_wait(f"other processes may read '{public}', which lies in shared memory")
 
     def _own_state(self) -> None:
-        """Copy the tensors of the state. ``load_state_dict()`` of torch keeps those that it is given, which a second optimizer
-        may be given too; updates are made at other times on other ranks."""
+        """Copy the tensors of the state. ``load_state_dict()`` of torch keeps those that it is given, which another optimizer
+        may have too. Its outstanding updates are made before, since they are made at other times on other ranks."""
+        if not self.optimizer.state:
+            return
+        for other in list(_taking_part.get(self._session, ())):
+            if other is not self and other._exchange is not None:
+                other.synchronize()
         own_tensors(self.optimizer)
 
     def _look_for_repeated_parameters(self) -> None:
@@ -487,14 +492,12 @@ class ScheduledOptimizer(Optimizer):
                 moved = True
         if moved:
             self._look_for_shared_memory(slots)
+            shares = share_versions([slot.twin.plain for slot in slots])
+            self._parts = [slot for slot, it_does in zip(slots, shares) if it_does]
         outstanding = self._why_step_waits is None  # the updates stay outstanding after this step()
         if outstanding:
             # As after a completed update, autograd must refuse to differentiate a graph from before it.
-            kept = [slot for slot in slots if keeps[slot.flag]]
-            before = [slot.twin.plain._version for slot in kept] if moved or keeps != self._keeps else None
-            increment_versions([slot.twin.plain for slot in kept])
-            if before is not None:  # parts of one tensor have one version, which every part has incremented
-                self._parts = [slot for slot, version in zip(kept, before) if slot.twin.plain._version > version + 1]
+            increment_versions([slot.twin.plain for slot in slots if keeps[slot.flag]])
         self._keeps = keeps
         with unnoticed():
             for slot in slots:

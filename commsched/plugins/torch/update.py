@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -230,24 +230,35 @@ def _may_use_lists(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
 
 
 def own_tensors(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer copies of the tensors in its state."""
-    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a tensor that is there twice stays one
-    with torch.no_grad():
-        for state in optimizer.state.values():
-            for key, value in state.items() if isinstance(state, dict) else ():
-                state[key] = _own(value, known)
+    """Give the optimizer copies of the tensors in its state, but for views, which an optimizer may use as parts of a whole."""
+    times = Counter(_ids_in(list(optimizer.state.values())))
+    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a tensor that is there twice stays one
 
-
-def _own(value: Any, known: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    if isinstance(value, torch.nn.Parameter):  # of a model, maybe
+    def own(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.nn.Parameter) or value._is_view():  # a parameter of a model, maybe
+                return value
+            if times[id(value)] == 1:
+                return value.clone()
+            return shared.setdefault(id(value), (value, value.clone()))[1]
+        if isinstance(value, dict):
+            for key, item in value.items():
+                value[key] = own(item)
+        elif type(value) in (tuple, list):
+            return type(value)(map(own, value))
         return value
+
+    with torch.no_grad():
+        for key, state in optimizer.state.items():
+            optimizer.state[key] = own(state)
+
+
+def _ids_in(value: Any) -> Iterator[int]:
     if isinstance(value, torch.Tensor):
-        if id(value) not in known:
-            known[id(value)] = value, value.clone()
-        return known[id(value)][1]
-    if type(value) in (tuple, list):
-        return type(value)(_own(item, known) for item in value)
-    return {key: _own(item, known) for key, item in value.items()} if type(value) is dict else value
+        yield id(value)
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _ids_in(item)
 
 
 def can_be_narrowed(optimizer: torch.optim.Optimizer) -> bool:
@@ -296,45 +307,66 @@ def step_some(
     groups = [
         {**hyper_parameters[kind[0]], "params": by_group[kind], **({"foreach": True} if kind[1] else {})} for kind in kinds
     ]
-    given = None if is_of_torch(optimizer) else [{**_copy(hyper_parameters[kind[0]])} for kind in kinds]
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _ITS_OWN}
     copied: Any = object.__new__(type(optimizer))
     vars(copied).update(attributes, param_groups=groups, state=_StateOfTwins(optimizer.state, parameter_of))
     for name in STEP_HOOKS:
         setattr(copied, name, vars(optimizer)[name] if hooks else OrderedDict())
+    looks = _LookAtGroups(optimizer, groups, [kind[0] for kind in kinds]) if not is_of_torch(optimizer) else None
+    if looks is not None:
+        looks.begin_within_hooks_of(copied)
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(slots[0].device.type, enabled=False):
             copied.step()
-        if given is not None and not any(vars(copied)[name] for name in STEP_HOOKS):  # hooks may set what they like
-            _take_changes(optimizer, groups, given, [kind[0] for kind in kinds])
+        if looks is not None:
+            looks.end()
     finally:
         for name, value in vars(copied).items():
             if name not in _ITS_OWN and (name not in attributes or attributes[name] is not value):
                 setattr(optimizer, name, value)  # step() has changed it: a counter, say
 
 
-def _take_changes(
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    given: Sequence[Mapping[str, Any]],
-    indices: Sequence[int],
-) -> None:
-    """Look at ``groups`` after ``step()``, which were made from ``given``: the groups of ``optimizer`` with these indices get
-    values that are new. Raise UnsupportedError if one was changed: it belongs to all parameters, and would be lost."""
-    for group, before, index in zip(groups, given, indices):
-        for key in group.keys() - before.keys() - {"params", "foreach"}:
-            optimizer.param_groups[index].setdefault(key, group[key])
-        for key in before.keys() & group.keys():
-            if not _is_same(group[key], before[key]):
-                raise UnsupportedError(
-                    f"the optimizer's step() has changed '{key}' in param_groups, which is common to all parameters: "
-                    "per_parameter=True cannot be used with it"
-                )
+class _LookAtGroups:
+    """Looks at ``groups`` before and after ``step()`` of a copy of ``optimizer``, of which the groups are with these
+    ``indices``. New values are given to the optimizer. A value that is changed is one of all parameters, and would be lost."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> None:
+        self._optimizer = optimizer
+        self._groups = groups
+        self._indices = indices
+        self._is_over = False
+        self._begin()
+
+    def _begin(self, *_: Any) -> None:
+        self._before = [{key: _copy(value) for key, value in group.items() if key != "params"} for group in self._groups]
+
+    def begin_within_hooks_of(self, copied: Any) -> None:
+        """Look after the hooks that run before ``step()``, and before those that run after it: they may set what they like."""
+        before, after = (vars(copied)[name] for name in STEP_HOOKS)
+        if before or after:
+            vars(copied).update(zip(STEP_HOOKS, (OrderedDict(before), OrderedDict({-1: self.end, **after}))))
+            vars(copied)[STEP_HOOKS[0]][-1] = self._begin
+
+    def end(self, *_: Any) -> None:
+        """Raise UnsupportedError if ``step()`` has changed a value."""
+        if self._is_over:
+            return
+        self._is_over = True
+        for group, before, index in zip(self._groups, self._before, self._indices):
+            for key in group.keys() - before.keys() - {"params"}:
+                self._optimizer.param_groups[index].setdefault(key, group[key])
+            for key in before.keys() & group.keys():
+                if not _is_same(group[key], before[key]):
+                    raise UnsupportedError(
+                        f"the optimizer's step() has changed '{key}' in param_groups, which is common to all parameters: "
+                        "per_parameter=True cannot be used with it"
+                    )
 
 
 def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return value.shape == other.shape and torch.equal(value, other)
+        is_like = (value.shape, value.dtype, value.device) == (other.shape, other.dtype, other.device)
+        return is_like and bool(((value == other) | ((value != value) & (other != other))).all())  # NaN is the same as NaN
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return len(value) == len(other) and all(map(_is_same, value, other))
     if isinstance(value, dict) and isinstance(other, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -68,6 +69,27 @@ def test_trials_that_begin_with_the_state_of_one_checkpoint(wrapped_first: bool,
         return [parameter.detach().clone() for each in trials for parameter in each.parameters()]
 
     require_plain(loop, optimizer=adam)
+
+
+def test_a_state_that_is_loaded_while_its_owner_has_outstanding_updates() -> None:
+    """How many of them are made differs between ranks, until somebody waits."""
+    together = threading.Barrier(2, timeout=60)
+
+    def loop(data: Data, model: Any, optimizer: Any) -> list[torch.Tensor]:
+        train(data, model, optimizer, 2)
+        state = optimizer.state_dict()  # no copy: it has the optimizer's own tensors
+        another = mlp()
+        its_own = data.scheduled(adam(another), another)
+        train(data, model, optimizer, 1, 2)
+        if data.ranks == [0]:
+            optimizer.synchronize()
+        together.wait()
+        its_own.load_state_dict(state)
+        together.wait()
+        return [each["exp_avg"].clone() for each in its_own.state.values()]
+
+    first, second = run(loop, optimizer=adam)
+    assert all(torch.equal(*both) for both in zip(first, second))
 
 
 class Own(torch.optim.SGD):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 import commsched
 from commsched.plugins.torch.checks import is_public
 
-from .loop import Data, mlp, require_plain, run, train
+from .loop import Data, batch, mlp, require_plain, run, train
 
 WRITTEN = r"'\d\.\w+' was written to after step\(\), while its update was outstanding.*call optimizer.synchronize\(\) before"
 
@@ -95,6 +96,23 @@ def test_parameters_that_are_parts_of_one_tensor(moved: bool) -> None:
         return Parts().float().double() if moved else Parts()
 
     require_plain(loop, model=make)
+
+
+def test_parts_of_one_tensor_that_only_some_ranks_use() -> None:
+    def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
+        inputs = model.q(batch(rank, step))
+        loss: torch.Tensor = (model.k(inputs) if rank == 1 else inputs).square().mean()
+        return loss
+
+    def loop(data: Data, model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            data.mean(partial(loss_of, model, step)).backward()
+            optimizer.step()
+            for name in ("k", "q")[step % 2 :]:
+                getattr(model, name).weight.sum().item()
+
+    require_plain(loop, model=Parts)
 
 
 def test_writing_to_the_tensor_of_which_they_are_parts_is_refused_by_name() -> None:

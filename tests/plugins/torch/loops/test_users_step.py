@@ -138,10 +138,30 @@ def test_a_value_that_step_adds_to_a_group_and_leaves_is_kept() -> None:
     require_plain(loop, optimizer=lambda model: Constant(model.parameters(), lr=0.1))
 
 
+def test_hooks_may_set_what_they_like_per_parameter() -> None:
+    def slower(optimizer: Any, *_: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 0.05
+
+    def hooked(model: nn.Module) -> optim.Optimizer:
+        made = Constant(model.parameters(), lr=0.1)
+        made.register_step_pre_hook(slower)
+        return made
+
+    def loop(data: Data, model: nn.Module, optimizer: Any) -> None:
+        train(data, model, _wrapped_per_parameter(data, model, optimizer))
+        optimizer.param_groups[0]["lr"] = 0.05  # a copy of the optimizer has it, where there are several ranks
+
+    require_plain(loop, optimizer=hooked)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("kind", [Counts, CountsInPlace])
-def test_a_counter_of_all_parameters_is_refused_per_parameter(kind: type[Counts]) -> None:
+def test_a_counter_of_all_parameters_is_refused_per_parameter(kind: type[Counts], hooks: bool) -> None:
     def counts(model: nn.Module) -> optim.Optimizer:
-        return kind(model.parameters(), lr=0.1)
+        made = kind(model.parameters(), lr=0.1)
+        if hooks:
+            made.register_step_post_hook(lambda *_: None)
+        return made
 
     require_plain(train, optimizer=counts)
     with pytest.raises(
