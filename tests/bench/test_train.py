@@ -200,7 +200,7 @@ def test_a_way_of_their_own(ran):
     assert job.job.settings == {"transport": "gloo", "order": "static", **SIZES}
     assert job.job.by_mpiexec
     assert job.arguments["systems"] == ["commsched:gloo+static", "commsched:mpi"]
-    assert (job.arguments["transport"], job.arguments["order"]) == ("gloo", "static")
+    assert job.arguments["carrier"] == {"transport": "gloo", "order": "static", "collective": "all_reduce"}
     assert job.arguments["settle"] == 3 + 7  # until the order is static
     measure_rows(TrainOptions(bandwidth="400mbit", systems=("ddp", "commsched:gloo")))
     assert (job.job.settings, job.job.by_mpiexec) == ({"transport": "ps", **SIZES}, False)
@@ -228,7 +228,7 @@ def test_what_names_no_transport_takes_that_of_a_job_that_sets_none(options, tra
     monkeypatch.setenv("COMMSCHED_TRANSPORT", "mpi")  # it counts only for ranks of a launcher
     job = ran()
     measure_rows(TrainOptions(**{"bandwidth": "400mbit", "systems": ("fifo",), **options}))
-    assert job.arguments["transport"] == job.job.settings["transport"] == transport
+    assert job.arguments["carrier"]["transport"] == job.job.settings["transport"] == transport
 
 
 def test_where_links_cannot_be_shaped_the_transport_is_one_that_limits_its_rate(ran, monkeypatch):
@@ -447,7 +447,7 @@ def test_ranks_of_a_launcher_take_the_transport_that_their_jobs_take(world, envi
     given = {}
 
     def run_here(world, settings, same, module, arguments, timeout_seconds):
-        given.update(settings=settings, transport=arguments["transport"])
+        given.update(settings=settings, transport=arguments["carrier"]["transport"])
 
     monkeypatch.setattr("bench.harness.launched.run_here", run_here)
     monkeypatch.setattr(train, "find_spec", lambda name: name == "mpi4py" or None)

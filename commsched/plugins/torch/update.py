@@ -353,9 +353,9 @@ class _LookAtGroups:
             return
         self._is_over = True
         for group, before, index in zip(self._groups, self._before, self._indices):
-            for key in group.keys() - before.keys() - {"params"}:
+            for key in (each for each in group if each not in before and each != "params"):
                 self._optimizer.param_groups[index].setdefault(key, group[key])
-            for key in before.keys() & group.keys():
+            for key in (each for each in before if each in group):
                 if not _is_same(group[key], before[key]):
                     raise UnsupportedError(
                         f"the optimizer's step() has changed '{key}' in param_groups, which is common to all parameters: "
