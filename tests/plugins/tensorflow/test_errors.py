@@ -839,12 +839,15 @@ def test_the_backward_of_this_rank_is_no_wait_for_averages() -> None:
         is_submitted=False, stalled=lambda _, seconds: stalled.append(seconds), forward_order=[0]
     )
     updater._due, updater._awaiting, updater._since, updater._warned = {}, True, time.monotonic() - 1000, 0.0
-    updater._changed = SimpleNamespace(wait=waits.append)
+    updater._was_submitted, updater._changed = False, SimpleNamespace(wait=waits.append)
     updater._session = SimpleNamespace(core=SimpleNamespace(next_warning=lambda warned: warned + 60))
     updater._wait_for_change()
     assert not stalled
     assert 0 < waits[0] <= 60
     updater.exchange.is_submitted = True
+    updater._since -= 1000
+    updater._wait_for_change()
+    assert not stalled  # it begins now
     updater._since -= 1000
     updater._wait_for_change()
     assert stalled[0] > 900
