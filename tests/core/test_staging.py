@@ -88,6 +88,16 @@ class World(Observer):
         task.data[:] = bytes([value]) * task.nbytes
         self.transport.done(task)
 
+    def hold_all_copies_back(self) -> None:
+        """A step of which all averages arrive, while the device does nothing."""
+        self.group.begin_step()
+        for tensor in range(TENSORS):
+            self.submit(tensor, 3)
+        started = self.transport.wait_started(TENSORS)
+        self.device.hold()
+        for task in started:
+            self.average(task, 6)
+
     def read(self, tensor: int) -> int:
         """What work in the stream finds in the memory of ``tensor`` from now on."""
         there = self.device.allocate_host(8)
@@ -410,13 +420,7 @@ def test_begin_step_waits_itself_without_a_stream(world: World) -> None:
 def test_a_mirror_is_not_overwritten_while_an_average_is_copied_from_it(open_world: Callable[..., World], seed: int) -> None:
     """Not even if a gradient is written without the engine's stream."""
     world = open_world(seed=seed)
-    world.group.begin_step()
-    for tensor in range(TENSORS):
-        world.submit(tensor, 3)
-    started = world.transport.wait_started(TENSORS)
-    world.device.hold()
-    for task in started:
-        world.average(task, 6)
+    world.hold_all_copies_back()
     world.group.begin_step(world.stream)
     world.group.notify_ready(0)
     waits()
@@ -521,13 +525,7 @@ def test_drain_waits_for_kernels_and_copies(world: World) -> None:
 
 
 def test_drain_raises_the_failure_of_a_copy(world: World) -> None:
-    world.group.begin_step()
-    for tensor in range(TENSORS):
-        world.submit(tensor, 3)
-    started = world.transport.wait_started(TENSORS)
-    world.device.hold()
-    for task in started:
-        world.average(task, 6)
+    world.hold_all_copies_back()
     thread = threading.Timer(0.05, world.device.fail)
     thread.start()
     with pytest.raises(TransportError, match="simulated:0 failed while it received the average of"):
@@ -536,13 +534,7 @@ def test_drain_raises_the_failure_of_a_copy(world: World) -> None:
 
 
 def test_drain_raises_a_failure_of_the_job_while_the_device_hangs(world: World) -> None:
-    world.group.begin_step()
-    for tensor in range(TENSORS):
-        world.submit(tensor, 3)
-    started = world.transport.wait_started(TENSORS)
-    world.device.hold()
-    for task in started:
-        world.average(task, 6)
+    world.hold_all_copies_back()
     told: SimpleQueue[BaseException] = SimpleQueue()
 
     def drain() -> None:

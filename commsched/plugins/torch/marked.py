@@ -257,8 +257,8 @@ class Twin:
 
 
 def share_versions(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """For each tensor whether it has its version in common with others of ``tensors``, as parts of one tensor have, also after
-    they were given other memory. Their versions stay as they are."""
+    """Return for each tensor whether it has its version in common with others of ``tensors``, as parts of one tensor have, also
+    after they were given other memory. Their versions stay as they are."""
     before = [tensor._version for tensor in tensors]
     preserve = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
     with ExitStack() as stack:

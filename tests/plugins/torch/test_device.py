@@ -162,7 +162,7 @@ class FakeLayer(SimulatedDevice):
 
 
 def wait_for_call(ask: Callable[[Callable[[], None]], None], what: str = "") -> None:
-    """As the core does it, but no failure ends it."""
+    """Wait as the core does, but no failure ends it."""
     called = threading.Event()
     ask(called.set)
     assert called.wait(60)
